@@ -1,0 +1,117 @@
+"""What data.py costs against what a user would pick instead, on the same two cores, taking turns.
+
+    python bench/data.py --ranks FILE [--text PATH...] [--turns 7]
+
+(a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over; its processes already
+    started) against tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
+(b) A batch from a memory map: Loader.step against the usual idiom (map reopened, slices stacked).
+
+Prints medians of alternating runs, and the ratio with its smallest and largest turn.
+"""
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("minimesh_data", ROOT / "data.py")
+data = importlib.util.module_from_spec(spec)  # this file has the same name
+
+
+def encode_here(args):
+    """A worker's share; a forked child has the module already."""
+    return data._encode(*args)
+
+
+def timed(fn):
+    begin = time.perf_counter()
+    fn()
+    return time.perf_counter() - begin
+
+
+def duel(turns, ours, theirs):
+    """(median of ours, of theirs, ratios per turn): who goes first alternates."""
+    ours(), theirs()
+    times = ([], [])
+    for turn in range(turns):
+        for which in ((0, 1), (1, 0))[turn % 2]:
+            times[which].append(timed((ours, theirs)[which]))
+    return *map(statistics.median, times), sorted(b / a for a, b in zip(*times))
+
+
+def report(name, unit, ours, theirs, ratios, goal):
+    median = statistics.median(ratios)
+    print(f"{name}: ours {ours:.4g} {unit}, theirs {theirs:.4g} {unit}, ratio {median:.2f} "
+          f"({ratios[0]:.2f} to {ratios[-1]:.2f}), goal {goal}: "
+          f"{'met' if median >= goal else 'NOT met'}")
+
+
+def tokenizing(paths, ranks, turns):
+    files = data.find_text(paths)
+    texts = [Path(p).read_text("utf-8", errors="replace") for p, _ in files]
+    size = sum(os.path.getsize(p) for p, _ in files) / 1e6
+    tok = data.load_tokenizer(ranks)
+    counts = []
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        def ours():
+            work = [pool.submit(encode_here, (ranks, "train", 0.0, b)) for b in data._blocks(files)]
+            counts.append(sum(len(d[1]) - (d[3] is not None) for w in work for d in w.result()))
+
+        def theirs():
+            counts.append(sum(map(len, tok.bpe.encode_ordinary_batch(texts, num_threads=2))))
+
+        a, b, ratios = duel(turns, ours, theirs)
+    print(f"{len(files)} files, {size:.1f} MB, tokens: ours {counts[0]}, theirs {counts[1]}")
+    report("tokenizing, 2 processes against 2 threads", "MB/s", size / a, size / b, ratios, 1.2)
+
+
+def batches(turns, b, T, n=300):
+    with tempfile.TemporaryDirectory() as folder:
+        data.synth(folder, tokens=50_000_000, vocab=50257, docs=1000)
+        loader = data.Loader([data.Tokens(folder)], None, T, 0, b, b)
+
+        def ours():
+            for k in range(n):
+                loader.step(k * b)
+
+        def theirs():
+            for _ in range(n):
+                m = np.memmap(loader.sources[0].files[0], np.uint16, "r", 128, (50_000_000,))
+                at = torch.randint(len(m) - T, (b,))
+                torch.stack([torch.from_numpy(m[i : i + T].astype(np.int64)) for i in at])
+                torch.stack([torch.from_numpy(m[i + 1 : i + 1 + T].astype(np.int64)) for i in at])
+
+        x, y, ratios = duel(turns, ours, theirs)
+    report(f"batch of {b} x {T}", "us", x / n * 1e6, y / n * 1e6, ratios, 5)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    ap.add_argument("--ranks", help="a tiktoken ranks file; without it only batches are measured")
+    ap.add_argument("--text", nargs="+", default=[sysconfig.get_path("stdlib") + "/" + g
+                                                  for g in ("*.py", "[a-rt-z]*/*.py")])
+    ap.add_argument("--turns", type=int, default=7)
+    args = ap.parse_args()
+    spec.loader.exec_module(data)
+    torch.set_num_threads(1)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+          f"numpy {np.__version__}, torch {torch.__version__}, tiktoken {tiktoken.__version__}")
+    for b, T in ((8, 256), (4, 512), (12, 1024)):
+        batches(args.turns, b, T)
+    if args.ranks:
+        tokenizing(args.text, args.ranks, args.turns)
+
+
+if __name__ == "__main__":
+    main()

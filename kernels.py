@@ -1,0 +1,506 @@
+"""The operations that a transformer spends its time in, besides the plain matrix products.
+
+    operation             formula                                           saved for backward
+    rms_norm              x / rms(x) * w                                    x, 1/rms per row
+    layer_norm, gelu      torch's own fused ones                            x
+    rotary                turn pairs of channels by position * frequency    the tables only
+    swiglu                silu(gate) * up                                   gate, up
+    attention             softmax(q k^T / sqrt(d)) v, keys lo_i .. i        q, k, v, o (+ short p)
+    linear_cross_entropy  -log softmax(x W^T)[target], summed               dx, made in the forward
+
+Each comes as `op_ref`, the definition in plain differentiable PyTorch, which is the specification;
+then the fast path, an autograd function whose backward is written out; then the public `op`. Sums
+and normalisations are held in float32 whatever the input (in float64 if it is float64); results
+have the dtype of the input. Shapes: B sequences, T tokens, H heads of d channels, D channels,
+V vocabulary entries, N = B T. The file imports nothing of the project and may be copied alone.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100  # a target that does not count
+
+
+def wide(dtype):
+    """The dtype that sums are held in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def emulated_dtypes():
+    """The dtypes for whose matrix products this CPU has no instruction. torch then runs a scalar
+    loop that is 5 to 80 times slower than float32, so the products below go through float32."""
+    if not torch.backends.mkldnn.is_available():
+        return (torch.bfloat16, torch.float16)
+    has = torch.ops.mkldnn
+    found = ((torch.bfloat16, has._is_mkldnn_bf16_supported()),
+             (torch.float16, has._is_mkldnn_fp16_supported()))
+    return tuple(dtype for dtype, supported in found if not supported)
+
+
+EMULATED = emulated_dtypes()
+
+
+def emulated(x):
+    return x.device.type == "cpu" and x.dtype in EMULATED
+
+
+# ---------------------------------------------------------------------------------------------
+# Normalisation
+
+
+def rms_norm_ref(x, weight, eps):
+    """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last dim: normalised in float32, cast
+    to x.dtype, then times the weight, which is Llama's order (Zhang and Sennrich 2019; Touvron et
+    al. 2023). x [..., D], weight [D] -> [..., D] in x.dtype."""
+    h = x.to(wide(x.dtype))
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h.to(x.dtype) * weight).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1/rms, t = dy * x:   dx = r (dy w) - x r^3 (t . w) / D,   dw = sum over rows of r t.
+    Both sums are matrix-vector products of t, so the whole backward reads it only twice."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        h = x.to(wide(x.dtype))
+        r = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (h * r).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        D, w = x.shape[-1], weight.to(r.dtype)
+        x_, dy_, r_ = (t.to(r.dtype).reshape(-1, t.shape[-1]) for t in (x, dy, r))
+        t = x_ * dy_
+        dw = torch.mv(t.t(), r_[:, 0])
+        pull = torch.mv(t, w)[:, None] * r_.pow(3).div_(-D)
+        dx = (dy_ * w).mul_(r_).addcmul_(x_, pull)
+        return dx.view(x.shape).to(x.dtype), dw.to(weight.dtype), None
+
+
+def rms_norm(x, weight, eps):
+    """See rms_norm_ref. On a CPU a third to a quarter of F.rms_norm's time, forward + backward."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def layer_norm(x, weight, bias, eps):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dim; bias may be None."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+def rope_tables(positions_max, d_head, theta, scaling=None, dtype=torch.float32, device=None):
+    """cos and sin of position * f_i, f_i = theta^(-2i/d), each [positions_max, d_head / 2].
+
+    Made in float64 and then cast to `dtype` (float32, or float64; in bfloat16 positions past 256
+    would fall together). `scaling` is Llama 3's (keys factor, low_freq_factor, high_freq_factor,
+    original_max_len): channels that turn fewer than low_freq_factor times within the original
+    length are slowed by `factor`, those above high_freq_factor are kept, a line joins them."""
+    freq = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64, device=device) / d_head)
+    if scaling is not None:
+        turns = scaling["original_max_len"] * freq / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freq = freq * (keep + (1 - keep) / scaling["factor"])
+    angle = torch.arange(positions_max, dtype=torch.float64, device=device)[:, None] * freq
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary_ref(q, k, cos, sin):
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the two halves of a head: the
+    layout of Hugging Face's Llama (Su et al. 2021). q [B, T, H, d], k [B, T, Hkv, d], cos and sin
+    [T, d/2] or, where positions differ between sequences, [B, T, d/2]."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for all heads
+
+    def turn(x):
+        x1, x2 = x.to(wide(x.dtype)).chunk(2, -1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+def rotate(x, cos, sin):
+    """One multiply and one multiply-add over whole heads: x (cos, cos) + (x2, x1) (-sin, sin)."""
+    h = x.to(wide(x.dtype))
+    x1, x2 = h.chunk(2, -1)
+    cos = torch.cat((cos, cos), -1).unsqueeze(-2)
+    sin = torch.cat((-sin, sin), -1).unsqueeze(-2)
+    return (h * cos).addcmul_(torch.cat((x2, x1), -1), sin).to(x.dtype)
+
+
+class _Rotary(torch.autograd.Function):
+    """A rotation's transpose is the rotation back: backward needs the tables and nothing else."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        return rotate(dq, cos, -sin), rotate(dk, cos, -sin), None, None
+
+
+def rotary(q, k, cos, sin):
+    """See rotary_ref. -> (q, k) turned by their positions."""
+    return _Rotary.apply(q, k, cos, sin)
+
+
+# ---------------------------------------------------------------------------------------------
+# Activations
+
+
+def swiglu_ref(gate, up):
+    """silu(gate) * up, silu(x) = x / (1 + exp(-x)) (Shazeer 2020). Any shape."""
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) is made again in the backward: one pass more, one activation per layer less."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        dgate = torch.ops.aten.silu_backward(dy * up, gate)
+        return dgate, F.silu(gate).mul_(dy)
+
+
+def swiglu(gate, up):
+    """See swiglu_ref."""
+    return _SwiGLU.apply(gate, up)
+
+
+def gelu(x):
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): the approximation that GPT-2 uses."""
+    return F.gelu(x, approximate="tanh")
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention
+
+SHORT = 1024  # up to this length the CPU path beats torch's flash kernel and keeps probabilities
+
+
+def attention_ref(q, k, v, lo=None):
+    """o_i = sum_j p_ij v_j with p_i = softmax over j in lo_i .. i of q_i . k_j / sqrt(d).
+    q [B, T, H, d], k and v [B, T, Hkv, d], H a multiple of Hkv (query head h uses key head
+    h // (H / Hkv)), lo [B, T] integers, lo_i <= i, or None for all zero -> [B, T, H, d]."""
+    B, T, H, d = q.shape
+    q_, k_, v_ = (t.to(wide(q.dtype)).transpose(1, 2) for t in (q, k, v))
+    k_, v_ = (t.repeat_interleave(H // k.shape[2], 1) for t in (k_, v_))
+    key = torch.arange(T, device=q.device)
+    seen = key <= key[:, None]
+    if lo is not None:
+        seen = seen & (key >= lo[:, None, :, None])
+    s = (q_ @ k_.transpose(2, 3) / math.sqrt(d)).masked_fill(~seen, -math.inf)
+    return (s.softmax(-1) @ v_).transpose(1, 2).to(q.dtype)
+
+
+def gather_rows(x, i, j, n_kv):
+    """Rows i .. j of [B, T, H, d], the heads of one key head stacked: [B n_kv, H/n_kv (j-i), d].
+    So a group of query heads is one matrix and its keys and values need no copies."""
+    return x[:, i:j].unflatten(2, (n_kv, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+
+
+def scatter_rows_(x, y, i, j, n_kv):
+    """The inverse: writes y into rows i .. j of x."""
+    B, _, H, d = x.shape
+    y = y.view(B, n_kv, H // n_kv, j - i, d).permute(0, 3, 1, 2, 4)
+    x[:, i:j].unflatten(2, (n_kv, -1)).copy_(y)
+
+
+def row_probabilities(q, k, lo, i, j):
+    """softmax(q k^T / sqrt(d)) of the rows i .. j, which see keys up to j only.
+    q [B n_kv, group (j-i), d], k [B n_kv, T, d], lo [B, T] or None -> [B n_kv, group (j-i), j]."""
+    s = q.new_empty(q.shape[0], q.shape[1], j)
+    s = torch.baddbmm(s, q, k[:, :j].transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
+    tile = s.unflatten(1, (-1, j - i))  # [B n_kv, group, j-i, j]
+    tile[..., i:] += s.new_full((j - i, j - i), -math.inf).triu_(1)
+    if lo is not None:
+        hidden = torch.arange(j, device=s.device) < lo[:, i:j, None]
+        tile.unflatten(0, (lo.shape[0], -1)).masked_fill_(hidden[:, None, None], -math.inf)
+    return torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.softmax(-1)
+
+
+def add_product_(out, a, b, alpha=1.0):
+    """out += alpha a b, batched; out may be wider than a and b."""
+    if out.dtype == a.dtype:
+        out.baddbmm_(a, b, alpha=alpha)
+    else:
+        out.add_(torch.bmm(a, b), alpha=alpha)
+
+
+class _Attention(torch.autograd.Function):
+    """Blocks of `rows` queries against the keys up to the block's end: most of the masked half is
+    never computed, and no T x T matrix exists. With `keep` the probabilities stay for the backward
+    (T^2 / 2 per head), without it they are made again.
+
+        p = softmax(s)   o = p v   dv = p^T do   dp = do v^T   ds = p (dp - rowsum(do o))"""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lo, rows, keep):
+        T, n_kv = q.shape[1], k.shape[2]
+        kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))  # [B n_kv, T, d]
+        o = q.new_empty(q.shape)
+        kept = []
+        for i in range(0, T, rows):
+            j = min(i + rows, T)
+            p = row_probabilities(gather_rows(q, i, j, n_kv), kt, lo, i, j)
+            scatter_rows_(o, torch.bmm(p, vt[:, :j]), i, j, n_kv)
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(q, kt, vt, lo, o, *kept)
+        ctx.rows, ctx.n_kv = rows, n_kv
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, kt, vt, lo, o, *kept = ctx.saved_tensors
+        (B, T, _, d), n_kv, rows = q.shape, ctx.n_kv, ctx.rows
+        delta = (do.to(wide(q.dtype)) * o).sum(-1, keepdim=True).to(q.dtype)
+        dq = q.new_empty(q.shape)
+        dk, dv = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (kt, vt))
+        for b, i in enumerate(range(0, T, rows)):
+            j = min(i + rows, T)
+            qb, dob = gather_rows(q, i, j, n_kv), gather_rows(do, i, j, n_kv)
+            p = kept[b] if kept else row_probabilities(qb, kt, lo, i, j)
+            ds = torch.bmm(dob, vt[:, :j].transpose(1, 2))
+            add_product_(dv[:, :j], p.transpose(1, 2), dob)
+            ds.sub_(gather_rows(delta, i, j, n_kv)).mul_(p)
+            scatter_rows_(dq, torch.bmm(ds, kt[:, :j]), i, j, n_kv)
+            add_product_(dk[:, :j], ds.transpose(1, 2), qb, alpha=d**-0.5)
+        dq.mul_(d**-0.5)
+        dk, dv = (t.to(q.dtype).view(B, n_kv, T, d).transpose(1, 2) for t in (dk, dv))
+        return dq, dk, dv, None, None, None
+
+
+def fused_attention(q, k, v):
+    """torch's fused causal kernel. Grouped heads by copies where it has no kernel for groups."""
+    grouped = q.shape[2] != k.shape[2]
+    if grouped and q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+        grouped = False
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
+def attention(q, k, v, lo=None):
+    """See attention_ref. Plain causal goes to torch's fused kernel, except short sequences on a
+    CPU, where row blocks are faster; intervals always go in row blocks."""
+    T, cpu = q.shape[1], q.device.type == "cpu"
+    if lo is None and (not cpu or T > SHORT or emulated(q)):
+        return fused_attention(q, k, v)
+    if emulated(q):
+        return attention(q.float(), k.float(), v.float(), lo).to(q.dtype)
+    rows = (256 if q.element_size() == 2 else 128) if cpu else 1024
+    return _Attention.apply(q, k, v, lo, rows, T <= SHORT)
+
+
+# ---------------------------------------------------------------------------------------------
+# Linear + cross-entropy, over a vocabulary that may be spread over several ranks
+
+
+def linear_cross_entropy_ref(x, weight, targets, softcap=None, z_loss=0.0):
+    """Sum over the counted rows of lse_i - z_i[target_i] + z_loss lse_i^2, where z = x W^T (capped
+    to softcap tanh(z / softcap)) and lse_i = log sum_v exp(z_iv). A row whose target is -100 does
+    not count. x [N, D], weight [V, D], targets [N] -> scalar."""
+    z = (x @ weight.t()).to(wide(x.dtype))
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    lse, counted = z.logsumexp(-1), targets != IGNORE
+    hit = z.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
+    return torch.where(counted, lse - hit + z_loss * lse.square(), 0.0).sum()
+
+
+def ce_local_(logits, prob, local, softcap, tile):
+    """First phase, no communication. logits [n, V] of this rank's columns -> prob [n, V], their
+    softmax over these columns alone (prob may be logits itself); and per row, in float32: the
+    largest logit m, the sum of exp(logit - m), and the target's logit (0 where `local`, the target
+    as a column here, is on another rank). `tile` is a small float32 buffer, so that narrow logits
+    are widened a few rows at a time within the cache."""
+    n, V = logits.shape
+    kind = wide(logits.dtype)
+    m, s, hit = logits.new_empty((3, n), dtype=kind).unbind()
+    if V == 0:  # a rank past the end of a small vocabulary
+        return m.fill_(-math.inf), s.zero_(), hit.zero_()
+    own = (local >= 0) & (local < V)
+    hit.copy_(logits.gather(1, torch.where(own, local, 0)[:, None])[:, 0])
+    rows = n if tile is None else tile.shape[0]
+    for i in range(0, n, max(rows, 1)):
+        z, p = logits[i : i + rows], prob[i : i + rows]
+        f = p if tile is None else tile[: len(z)]
+        if f is not z:
+            f.copy_(z)
+        if softcap is not None:
+            f.div_(softcap).tanh_().mul_(softcap)
+        m[i : i + rows] = f.amax(-1)
+        f = torch.softmax(f, -1, out=f) if f.device.type == "cpu" else f.softmax(-1)
+        s[i : i + rows] = f.amax(-1).reciprocal_()  # the largest is exp(0) / sum
+        if f is not p:
+            p.copy_(f)
+    if softcap is not None:
+        hit.div_(softcap).tanh_().mul_(softcap)
+    return m, s, hit.mul_(own)
+
+
+def ce_grad_(prob, logits, local, lse, mass, hit, softcap, z_loss, tile):
+    """Last phase: writes Q over prob and returns row factors r [n] such that the gradient of the
+    loss with respect to this rank's logits is r_i Q_i. Row factors are cheaper applied to the
+    products' D-wide operands than to V columns: one rank without z-loss then has no pass left.
+
+        d loss_i / d z_iv = r_i prob_iv - [v = target_i],   r_i = mass_i (1 + 2 z_loss lse_i)
+
+    where mass is the share of the whole softmax that lies in this rank's columns. The target's
+    entry is therefore (p a - 1) / r, with r held off zero: where r is below 1e-20 no digit of the
+    gradient comes from it. Float16 has no room for 1 / r: there r is multiplied in."""
+    n, V = prob.shape
+    a = 1 + 2 * z_loss * lse
+    r = mass * a
+    r = torch.where(r.abs() < 1e-20, 1e-20, r)
+    if V == 0:
+        return r
+    own = (local >= 0) & (local < V)
+    column = torch.where(own, local, 0)[:, None]
+    if prob.dtype == torch.float16:
+        prob.mul_(r[:, None])
+        r = torch.ones_like(r)
+    entry = ((hit - lse).exp() * a - 1) / r
+    entry = torch.where(own, entry.to(prob.dtype), prob.gather(1, column)[:, 0])
+    prob.scatter_(1, column, entry[:, None])
+    if softcap is not None:  # d capped / d raw = 1 - tanh^2
+        rows = n if tile is None else tile.shape[0]
+        for i in range(0, n, max(rows, 1)):
+            f = logits[i : i + rows].to(lse.dtype).div_(softcap).tanh_()
+            prob[i : i + rows].mul_(f.square_().neg_().add_(1))
+    return r
+
+
+def add_weight_grad_(acc, g, x, scratch):
+    """acc [V, D] += g^T x, g [n, V], x [n, D]. Into a wider accumulator a CPU adds the product in
+    blocks that stay in the cache; elsewhere one product is made and added."""
+    if acc.dtype == x.dtype:
+        acc.addmm_(g.t(), x)
+    elif acc.device.type != "cpu":
+        acc.add_(g.t() @ x)
+    else:
+        for i in range(0, acc.shape[0], 4096):
+            part = acc[i : i + 4096]
+            out = kept(scratch, "product", part.shape, x)
+            part.add_(torch.mm(g[:, i : i + 4096].t(), x, out=out))
+
+
+def kept(scratch, name, shape, like):
+    """A buffer from the caller's dict, grown as needed. The C allocator returns blocks past 32 MB
+    to the kernel when they are freed, so that fresh ones cost more in page faults than the loss."""
+    size, old = math.prod(shape), scratch.get(name)
+    if old is None or old.numel() < size or old.dtype != like.dtype or old.device != like.device:
+        old = scratch[name] = like.new_empty(size)
+    return old[:size].view(shape)
+
+
+def default_chunk(n, vocab, itemsize):
+    """Equal chunks whose logits take about 256 MB, but at least 256 rows."""
+    most = max(256, 2**28 // max(vocab * itemsize, 1))
+    return max(1, -(-n // max(1, -(-n // most))))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Per chunk: logits | local softmax | MAX | one SUM | loss, gradient in place | dX, dW.
+    The logits of a chunk are the only V-wide thing there is; the gradients are made at once."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, scale, o):
+        ctx.types, grad = (x.dtype, weight.dtype), o["grad"]
+        scratch = {} if o["scratch"] is None else o["scratch"]
+        w, x_ = weight[: o["valid"]], x
+        if emulated(x):
+            w, x_ = w.float(), x.float()
+        V, kind = o["valid"], wide(x.dtype)
+        chunk = o["chunk"] or default_chunk(len(x), V, x_.element_size())
+        tile = None
+        if x_.dtype != kind:
+            tile = kept(scratch, "tile", (16 if x.device.type == "cpu" else chunk, V),
+                        x_.new_empty(0, dtype=kind))
+        dx = torch.empty_like(x) if grad else None
+        dw = o["weight_grad"]
+        if grad and dw is None:
+            dw = x.new_zeros(weight.shape, dtype=kind)
+        losses = x.new_zeros(len(x), dtype=kind)
+        for i in range(0, len(x), chunk):
+            xs, t = x_[i : i + chunk], targets[i : i + chunk]
+            z = torch.mm(xs, w.t(), out=kept(scratch, "logits", (len(xs), V), x_))
+            p = z if o["softcap"] is None else kept(scratch, "prob", z.shape, z)
+            local, counted = t - o["start"], t != IGNORE
+            m, s, hit = ce_local_(z, p, local, o["softcap"], tile)
+            top = m if o["reduce_max"] is None else o["reduce_max"](m.clone())
+            sums = torch.stack((s * (m - top).exp(), hit))
+            total, hit = sums if o["reduce_sum"] is None else o["reduce_sum"](sums)
+            lse = top + total.log()
+            loss = torch.where(counted, lse - hit + o["z_loss"] * lse.square(), 0.0)
+            if o["vocab"] is not None:  # an id that no rank owns
+                loss = torch.where(counted & ((t < 0) | (t >= o["vocab"])), math.nan, loss)
+            losses[i : i + chunk] = loss
+            if grad:
+                mass = s * (m - lse).exp()
+                r = ce_grad_(p, z, local, lse, mass, hit, o["softcap"], o["z_loss"], tile)
+                r = torch.where(loss.isnan(), math.nan, torch.where(counted, r * scale, 0.0))
+                r = r[:, None]
+                dx[i : i + chunk] = torch.mm(p, w).mul_(r)
+                add_weight_grad_(dw[:V], p, (xs * r).to(xs.dtype), scratch)
+        if grad:
+            ctx.save_for_backward(dx, None if o["weight_grad"] is not None else dw)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, up):
+        dx, dw = ctx.saved_tensors
+        dx = (dx * up).to(ctx.types[0])
+        return dx, None if dw is None else (dw * up).to(ctx.types[1]), None, None, None
+
+
+def linear_cross_entropy(
+    x, weight, targets, scale, valid=None, weight_grad=None, *, chunk=None, softcap=None,
+    z_loss=0.0, reduce_max=None, reduce_sum=None, vocab_start=0, vocab=None, scratch=None,
+):
+    """The sum over the counted rows of the loss of linear_cross_entropy_ref, of which no more than
+    `chunk` rows of logits exist at a time. What backward propagates is the gradient of
+    scale * that sum.
+
+    x [N, D], weight [V, D] (this rank's rows of it, of which the first `valid` are real and the
+    rest padding that is never predicted), targets [N] global ids or -100, scale a 0-d tensor: it
+    enters before anything is rounded to x.dtype. The forward makes the gradients at once. The
+    weight's is added to `weight_grad` (float32 [V, D]) there and then, for an upstream gradient
+    of 1; without `weight_grad` it goes through autograd. `scratch` is a dict of the caller's in
+    which buffers live from call to call. Over several ranks: `reduce_max` and `reduce_sum` take a
+    tensor and return it reduced over them, `vocab_start` is the id of this rank's first row, and
+    `vocab` the number of all ids: a target outside of them makes the loss and gradients NaN."""
+    if valid is None:
+        valid = weight.shape[0]
+    if vocab is None and reduce_sum is None:
+        vocab = vocab_start + valid
+    options = dict(
+        valid=valid, weight_grad=weight_grad, chunk=chunk, softcap=softcap, z_loss=z_loss,
+        reduce_max=reduce_max, reduce_sum=reduce_sum, start=vocab_start, vocab=vocab,
+        scratch=scratch, grad=torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+    )
+    return _LinearCrossEntropy.apply(x, weight, targets, scale, options)

@@ -1,0 +1,173 @@
+"""The parity harness: one case on one layout, and the one function that says what equal means.
+
+A case is a dict of dotted config keys (and `ignore`, a rule for targets that do not count).
+`run_case` trains it for a few steps through train.py's own build and train_step, on this process'
+place in the layout, and returns logical (unsharded) tensors."""
+
+import copy
+import itertools
+
+import torch
+
+import parallel
+import train
+
+TINY = {
+    "model.n_layer": 2, "model.d_model": 16, "model.n_head": 4, "model.n_kv_head": 2,
+    "model.d_ff": 24, "model.vocab_size": 51, "model.init_std": 0.2, "data.seq_len": 12,
+    "train.global_batch": 12, "train.microbatch": 3, "train.steps": 3, "train.seed": 5,
+    "train.eval_sequences": 7, "optim.lr": 0.01, "optim.warmup": 2, "speed.dtype": "float64",
+    "speed.compile": False, "speed.loss_chunk": 7, "speed.pad_vocab": 8,
+}
+
+
+def agree(name, a, b, grad_norm=None):
+    """None, or what differs: the one tolerance of the project. Gradients (grad_norm given) agree
+    if max|a-b| <= 1e-9 max(max|b|, 1e-4 grad_norm), other values if it is at most
+    1e-9 max(1, max|b|)."""
+    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    if a.shape != b.shape:
+        return f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    if a.numel() == 0:
+        return None
+    off, size = (a - b).abs(), b.abs().max().item()
+    bound = 1e-9 * (max(1.0, size) if grad_norm is None else max(size, 1e-4 * grad_norm))
+    if off.max().item() <= bound and bool(torch.isfinite(a).all()):
+        return None
+    at = tuple(int(i) for i in torch.unravel_index(off.nan_to_num(torch.inf).argmax(), off.shape))
+    return f"{name}{list(at)}: {a[at].item()!r} and {b[at].item()!r}"
+
+
+def compare(got, want):
+    """The first step, tensor and index at which two results of run_case part, or None."""
+    for step in range(len(want["loss"])):
+        where = f"step {step + 1}: "
+        norm = want["norm"][step]
+        notes = [agree(where + "loss", got["loss"][step], want["loss"][step]),
+                 agree(where + "norm", got["norm"][step], norm)]
+        if set(got["grads"][step]) != set(want["grads"][step]):
+            return f"names {set(got['grads'][step]) ^ set(want['grads'][step])}"
+        notes += [agree(where + f"grad {n}", got["grads"][step][n], g, norm)
+                  for n, g in want["grads"][step].items()]
+        for note in notes:
+            if note:
+                return note
+    for n, p in want["params"].items():
+        if note := agree(f"after the last step: {n}", got["params"][n], p):
+            return note
+    return agree("held-out loss", got["val_loss"], want["val_loss"]) if "val_loss" in want else None
+
+
+def config_of(case):
+    """The full config of a case, through the loader's own coercion."""
+    config = train.load_config([])
+    for key, value in (TINY | case).items():
+        if "." in key:
+            section, _, name = key.partition(".")
+            train.merge(config, {section: {name: value}}, "case")
+    return config
+
+
+class Ignoring:
+    """A loader whose targets are ignored where `ignore(sample number n, position)` says so."""
+
+    def __init__(self, loader, rule):
+        self.loader, self.rule, self.at = loader, rule, 0
+
+    def start(self, samples):
+        self.at = samples
+
+    def next(self):
+        samples, batches = self.at, self.loader.step(self.at)
+        self.at += self.loader.global_batch
+        out = []
+        for b in batches:
+            targets = b.targets.clone()
+            for row, sample in enumerate(b.sample.tolist()):
+                for t in range(targets.shape[1]):
+                    if RULES[self.rule](samples + sample, sample, t):
+                        targets[row, t] = -100
+            out.append(b._replace(targets=targets, n_valid=int((targets != -100).sum())))
+        return samples, out
+
+    def close(self):
+        self.loader.close()
+
+
+RULES = {  # (number since the run began, number in the batch, position) -> ignored
+    "none": lambda n, i, t: False,
+    "uneven": lambda n, i, t: (n * 7 + t * 3) % 5 == 0 or (i == 4 and t > 0),
+    "prefix": lambda n, i, t: i < 6,  # some data ranks and microbatches have no valid token at all
+    "one": lambda n, i, t: (i, t) != (7, 3),
+}
+
+
+def logical(blocks, buffers):
+    """name -> the logical tensor (padding removed), from this rank's flat buffers."""
+    out = {}
+    for p in blocks.params:
+        local = blocks.view(buffers, p)
+        out[p.name] = local[tuple(slice(0, n) for n in p.full_shape)].clone()
+    return out
+
+
+def prepare(case, folder):
+    """A Run of the case on this process' world, data in `folder`."""
+    config = config_of(case | {"data.path": str(folder)})
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    sizes = train.check_config(config, world)
+    run = train.build(copy.deepcopy(config), sizes, "cpu")
+    run.loader = Ignoring(run.loader, case.get("ignore", "none"))
+    return run
+
+
+def run_case(case, folder, steps=3, return_init=False):
+    """Train `steps` steps; the result is the same on every rank."""
+    run = prepare(case, folder)
+    out = {"loss": [], "norm": [], "grads": [], "count": []}
+    if return_init:
+        out["init"] = logical(run.blocks, run.blocks.master)
+    run.loader.start(0)
+    for _ in range(steps):
+        _, batches, pending = train.next_batch(run, False)
+        count, _ = pending.wait()
+        loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
+        assert not skipped
+        out["loss"].append(loss)
+        out["norm"].append(norm)
+        out["count"].append(count)
+        out["grads"].append(logical(run.blocks, run.blocks.grad))
+    out["params"] = logical(run.blocks, run.blocks.master)
+    parallel.check_replicas(run.blocks)
+    out["val_loss"] = train.evaluate(run)[0]
+    out["ledger"] = {k: list(v) for k, v in run.mesh.ledger.items()}
+    run.loader.close()
+    return out
+
+
+def covering(options, legal=lambda case: True):
+    """A short list of cases in which every legal pair of option values occurs. `options`: key ->
+    values. Greedy: each case takes the combination that covers most pairs not yet covered."""
+    keys = list(options)
+    every = [dict(zip(keys, values)) for values in itertools.product(*options.values())]
+    every = [case for case in every if legal(case)]
+
+    def pairs(case):
+        return {frozenset(p) for p in itertools.combinations(sorted(case.items(), key=str), 2)}
+
+    left = set().union(*map(pairs, every))
+    chosen = []
+    while left:
+        best = max(every, key=lambda case: len(pairs(case) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def batch_of(run, batches):
+    """All microbatches of a single-process step as one batch for the reference."""
+    joined = {}
+    for name in ("tokens", "targets", "pos"):
+        joined[name] = torch.cat([getattr(b, name) for b in batches])
+    lo = [torch.zeros_like(b.tokens) if b.lo is None else b.lo.long() for b in batches]
+    return joined | {"lo": torch.cat(lo)}
