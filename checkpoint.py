@@ -20,32 +20,29 @@ beside the old ones: a crash at any moment leaves the old index with the old fil
 with the new files, and what the index does not name is removed later.
 
     python checkpoint.py ls DIR | verify CHECKPOINT | show CHECKPOINT [NAME]
-    python checkpoint.py        saves a small tensor from 3 ranks and loads it on 2
+    python checkpoint.py        saves a small tensor in 3 slices and loads it in 2
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
 import mmap
 import os
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 
 VERSION = 1
 INDEX = "index.json"
-STORED = ["file", "offset", "shape", "start", "bytes", "crc32"]  # a box in the index, in this order
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -71,29 +68,23 @@ class Piece(NamedTuple):
     full_shape: tuple
 
 
-# ---------------------------------------------------------------------------------------------
-# Boxes
-
-
+# ---- Boxes ----------------------------------------------------------------------------------
 def boxes(start, stop, shape):
     """Elements [start, stop) of a flattened tensor, in order, as at most 2n-1 boxes:
     [(where in the slice it begins, Box)]."""
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"[{start}, {stop}) is not a slice of a tensor of shape {tuple(shape)}")
-    if start == stop or not shape:
+    if not shape:
         return [(0, Box((), ()))] * (stop - start)
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows; first > last: all inside one row
-    out = []
-    if first < last:
-        whole = Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
-        out = [(first * row - start, whole)]
-    edges = (first - 1, start, min(stop, first * row)), (last, max(first, last) * row, stop)
-    for i, a, b in edges:
-        if a < b:
-            out += [(a - start + at, Box((i, *offset), (1, *inner)))
-                    for at, (offset, inner) in boxes(a - i * row, b - i * row, shape[1:])]
-    return sorted(out)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    out, at = [], start
+    while at < stop:  # the largest box that begins here
+        d = next(d for d, s in enumerate(strides) if at % s == 0 and at + s <= stop)
+        offset = tuple(at // s % n for s, n in zip(strides, shape))
+        count = min((stop - at) // strides[d], shape[d] - offset[d])
+        out.append((at - start, Box(offset, (1,) * d + (count, *shape[d + 1 :]))))
+        at += count * strides[d]
+    return out
 
 
 def logical(piece):
@@ -112,20 +103,15 @@ def logical(piece):
 
 
 def check_cover(name, entry, where):
-    """Every element must lie in exactly one box. The indicator functions of the boxes add up to
-    that of the tensor exactly if their mixed differences do; the mixed difference of a box is +1
-    or -1 at its corners, by parity, and 0 elsewhere."""
-    shape, corners = entry["shape"], Counter()
-    ends = list(itertools.product((0, 1), repeat=len(shape)))
-    whole = [None, [0] * len(shape), shape]
-    for sign, (_, offset, size, *_) in [(-1, whole), *((1, b) for b in entry["boxes"])]:
-        for end in ends:
-            corner = tuple(o + s * e for o, s, e in zip(offset, size, end))
-            corners[corner] += sign * (-1) ** sum(end)
-    if any(corners.values()):
-        have = sum(math.prod(b[2]) for b in entry["boxes"])
-        raise ValueError(f"{where}: {name}: boxes of {have:,} elements do not cover the "
-                         f"{math.prod(shape):,} of {shape} exactly once")
+    """Every element must lie in exactly one box: the sizes add up and every element lies in an odd
+    number of boxes, which is so if, corner by corner, boxes and tensor together cancel in pairs."""
+    shape, odd, total = entry["shape"], set(), 0
+    for offset, size in [([0] * len(shape), shape), *(b[1:3] for b in entry["boxes"])]:
+        odd ^= set(itertools.product(*((o, o + s) for o, s in zip(offset, size))))
+        total += math.prod(size)
+    if odd or total != 2 * math.prod(shape):
+        raise ValueError(f"{where}: {name}: boxes of {total - math.prod(shape):,} elements do not "
+                         f"cover the {math.prod(shape):,} of {shape} exactly once")
 
 
 def meet(a, b):
@@ -137,25 +123,29 @@ def meet(a, b):
     return [tuple(slice(i - o, j - o) for i, j, o in zip(begin, end, box.offset)) for box in (a, b)]
 
 
-# ---------------------------------------------------------------------------------------------
-# The safetensors container
-
-
+# ---- The safetensors container --------------------------------------------------------------
 def raw(tensor):  # its bytes; no copy is made of what is contiguous and on the host
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sync_folder(path):  # what was created, renamed or removed in it is durable then
     fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def write_file(path, head, tensors=()):
+    """Bytes and then tensors, one at a time, durable on return. Never over an existing file."""
+    with open(path, "xb") as f:
+        f.write(head)
+        for tensor in tensors:
+            f.write(raw(tensor))
+        f.flush()
+        os.fsync(f.fileno())
+    sync_folder(pathlib.Path(path).parent)
 
 
 def write_safetensors(path, tensors, metadata):
-    """Write {name: tensor}, one tensor at a time, durable on return. Never over an existing file; a
-    write that fails leaves none."""
     header, at = {"__metadata__": metadata}, 0
     order = sorted(tensors, key=lambda k: -tensors[k].element_size())  # aligned without gaps
     for name in order:
@@ -164,115 +154,95 @@ def write_safetensors(path, tensors, metadata):
         header[name] = {"dtype": CODES[t.dtype], "shape": [*t.shape], "data_offsets": [begin, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "xb") as f:
-        try:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                f.write(raw(tensors[name]))
-            f.flush()
-            os.fsync(f.fileno())
-        except BaseException:
-            os.unlink(path)
-            raise
-    sync_folder(pathlib.Path(path).parent)
+    write_file(path, len(text).to_bytes(8, "little") + text, (tensors[name] for name in order))
 
 
 def read_header(path):
-    """({name: dtype, shape, data_offsets}, metadata, where the data begins)."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as f:
-        n = int.from_bytes(f.read(8), "little")
-        text = f.read(n) if n <= size - 8 else b""
+    """({name: dtype, shape, data_offsets}, metadata), offsets from the beginning of the file."""
     try:
-        entries, at = json.loads(text), 0
+        size = os.path.getsize(path)
+        with open(path, "rb") as f:
+            n = int.from_bytes(f.read(8), "little")
+            entries, at = json.loads(f.read(min(n, size))), 8 + n
         metadata = entries.pop("__metadata__", {})
         for e in sorted(entries.values(), key=lambda e: e["data_offsets"]):
             begin, at = at, at + math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize
-            if e["data_offsets"] != [begin, at]:
+            if e["data_offsets"] != [begin - 8 - n, at - 8 - n]:
                 raise ValueError("a gap or an overlap")
-        if 8 + n + at != size:
-            raise ValueError(f"{size} bytes instead of {8 + n + at}")
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+            e["data_offsets"] = begin, at
+        if at != size:
+            raise ValueError(f"{size} bytes instead of {at}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: not a whole safetensors file ({e!r})") from None
-    return entries, metadata, 8 + n
-
-
-def map_file(path):
-    with open(path, "rb") as f:  # private pages: writable for torch, never written back
-        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def tensor_at(mapped, dtype, shape, start):
-    if 0 in shape:
-        return torch.empty(shape, dtype=DTYPES[dtype])
-    flat = torch.frombuffer(mapped, dtype=DTYPES[dtype], count=math.prod(shape), offset=start)
-    return flat.view(shape)
+    return entries, metadata
 
 
 def read_safetensors(path):
-    """{name: tensor}, views of a memory map."""
-    entries, _, base = read_header(path)
-    mapped = map_file(path)
-    return {name: tensor_at(mapped, e["dtype"], e["shape"], base + e["data_offsets"][0])
-            for name, e in entries.items()}
+    """{name: tensor}, views of a memory map: only what is used is read."""
+    entries, _ = read_header(path)
+    with open(path, "rb") as f:  # private pages: writable for torch, never written back
+        mapped, out = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY), {}
+    for name, e in entries.items():
+        flat = torch.empty(0, dtype=DTYPES[e["dtype"]])
+        if n := math.prod(e["shape"]):
+            flat = torch.frombuffer(mapped, dtype=flat.dtype, count=n, offset=e["data_offsets"][0])
+        out[name] = flat.view(e["shape"])
+    return out
 
 
-# ---------------------------------------------------------------------------------------------
-# Save
-
-
+# ---- Save -----------------------------------------------------------------------------------
 def save(root, step, pieces, meta, rank, world, agree):
     """Write a checkpoint of `pieces`, this rank's share of all tensors, and `meta`, a dict that
     JSON can hold. Every rank calls this. `agree(error)` is a barrier of all ranks that raises on
     each of them if any error was not None. Returns the folder."""
     folder, lead = pathlib.Path(root) / f"step_{step:09d}", rank == 0
-    together(agree, (lambda: prepare(folder, meta)) if lead else None)
-    turn = json.loads((folder / INDEX).read_bytes())["turn"] + 1 if (folder / INDEX).exists() else 0
-    files = [f"rank_{r:05d}{f'.{turn}' if turn else ''}.safetensors" for r in range(world)]
-    mine = folder / files[rank]
-    together(agree, lambda: write_rank(mine, step, pieces), undo=mine.unlink)
-    together(agree, (lambda: commit(folder, step, meta, turn, files)) if lead else None)
+    with together(agree):
+        if json.loads(json.dumps(meta, allow_nan=False)) != meta:
+            raise ValueError("meta must survive JSON: no tuples, only strings as keys")
+        if lead:
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+            tidy(folder)
+    try:
+        with together(agree):  # two sets of names take turns
+            turn = ".1" if "rank_00000.safetensors" in named(folder) else ""
+            files = [f"rank_{r:05d}{turn}.safetensors" for r in range(world)]
+            write_rank(folder / files[rank], step, pieces)
+        with together(agree):
+            if lead:
+                commit(folder, step, meta, files)
+    except BaseException:
+        if lead:
+            tidy(folder)
+        raise
     return folder
 
 
-def together(agree, action, undo=None):
-    """Do `action` (None: nothing to do here) and hear how the others fared: all ranks go on or all
-    raise. What went well only here is undone."""
-    error = None
+@contextlib.contextmanager
+def together(agree):
+    """All ranks come through this block or all raise."""
     try:
-        if action is not None:
-            action()
+        yield
     except Exception as e:
-        error = e
-    try:
-        agree(error)
-    except BaseException as e:
-        if error is None and undo is not None:
-            undo()
-        raise e from error
-    if error is not None:
-        raise error
+        agree(e)
+        raise
+    agree(None)
 
 
-def prepare(folder, meta):
-    """Leave nothing in the folder but, if it is there, the complete checkpoint to be replaced."""
-    if json.loads(json.dumps(meta, allow_nan=False)) != meta:
-        raise ValueError("meta of a checkpoint must survive JSON: no tuples, only strings as keys")
-    folder.mkdir(parents=True, exist_ok=True)
-    sync_folder(folder.parent)
+def named(folder):
+    """The files of the checkpoint that is there, if one is."""
     try:
-        keep = read_index(folder, whole=True)["files"]
+        return read_index(folder)["files"]
     except ValueError:
-        keep = ()
-        (folder / INDEX).unlink(missing_ok=True)
-        sync_folder(folder)
-    tidy(folder, keep)
+        return ()
 
 
-def tidy(folder, keep):
-    """Remove what an interrupted or replaced save left."""
-    for path in folder.iterdir():
-        if path.name not in keep and re.fullmatch(r"rank_\d+.*\.safetensors|.*\.tmp", path.name):
+def tidy(folder):
+    """Remove what the index does not name: interrupted, failed and replaced saves leave it."""
+    sync_folder(folder)  # first: the index that is seen must be the one that stays
+    keep = named(folder)
+    for path in (*folder.glob("rank_*.safetensors"), *folder.glob("*.tmp")):
+        if path.name not in keep:
             path.unlink()
 
 
@@ -285,89 +255,66 @@ def write_rank(path, step, pieces):
                 raise ValueError(f"{key} is given twice")
             tensors[key] = view
             about[key] = [piece.name, list(piece.full_shape), box.offset, zlib.crc32(raw(view))]
-    write_safetensors(path, tensors, {
-        "format": f"minimesh {VERSION}", "step": str(step),
-        "box": "name, full shape, offset, crc32", "boxes": json.dumps(about)})
+    write_safetensors(path, tensors, {"format": f"minimesh {VERSION}", "step": str(step),
+                                      "boxes": json.dumps(about)})
 
 
-def commit(folder, step, meta, turn, files):
+def commit(folder, step, meta, files):
     """See that all is there, then write the index: from its rename on the checkpoint exists."""
-    new = folder / f"{INDEX}.tmp"
-    try:
-        index = {"format": "minimesh", "version": VERSION, "step": step, "turn": turn,
-                 "world": len(files), "written": time.time(), "meta": meta,
-                 "files": {name: os.path.getsize(folder / name) for name in files},
-                 "box": STORED, "tensors": collect(folder, step, files)}
-        with open(new, "w") as f:
-            f.write(json.dumps(index, separators=(",", ":")))
-            f.flush()
-            os.fsync(f.fileno())
-    except BaseException:
-        for name in (new.name, *files):
-            (folder / name).unlink(missing_ok=True)
-        raise
-    os.replace(new, folder / INDEX)
-    sync_folder(folder)
-    with contextlib.suppress(OSError):  # what cannot be removed now does no harm
-        tidy(folder, files)
-
-
-def collect(folder, step, files):
-    """The headers of all files, as the index's table of tensors."""
     tensors = {}
     for number, file in enumerate(files):
-        entries, metadata, base = read_header(folder / file)
-        if metadata["step"] != str(step):
-            raise ValueError(f"{folder / file} is of step {metadata['step']}, not {step}")
+        entries, metadata = read_header(folder / file)
         for key, (name, full, offset, crc) in json.loads(metadata["boxes"]).items():
-            e, (begin, end) = entries[key], entries[key]["data_offsets"]
-            t = tensors.setdefault(name, {"shape": full, "dtype": e["dtype"], "boxes": []})
-            if (t["shape"], t["dtype"]) != (full, e["dtype"]):
-                raise ValueError(f"{folder / file}: {name} is {e['dtype']} {full}, in another file "
+            dtype, shape, (begin, end) = entries[key].values()
+            t = tensors.setdefault(name, {"shape": full, "dtype": dtype, "boxes": []})
+            if (t["shape"], t["dtype"]) != (full, dtype):
+                raise ValueError(f"{folder / file}: {name} is {dtype} {full}, in another file "
                                  f"{t['dtype']} {t['shape']}")
-            t["boxes"].append([number, offset, e["shape"], base + begin, end - begin, crc])
+            t["boxes"].append([number, offset, shape, begin, end - begin, crc])
     for name, t in tensors.items():
         check_cover(name, t, folder)
-    return tensors
+    index = {"format": "minimesh", "version": VERSION, "step": step, "world": len(files),
+             "written": time.time(), "meta": meta,
+             "files": {name: os.path.getsize(folder / name) for name in files},
+             "box": ["file", "offset", "shape", "start", "bytes", "crc32"], "tensors": tensors}
+    new = folder / f"{INDEX}.tmp"
+    write_file(new, json.dumps(index, separators=(",", ":")).encode())
+    os.replace(new, folder / INDEX)
+    tidy(folder)
 
 
-# ---------------------------------------------------------------------------------------------
-# Find and keep
-
-
+# ---- Find, load and keep --------------------------------------------------------------------
 def read_index(path, whole=False):
     """The index of a checkpoint, or a ValueError that says why it is none. With `whole` every file
     must be there in its full size."""
     path = pathlib.Path(path)
-    if not (path / INDEX).is_file():
-        raise ValueError(f"{path}: no {INDEX}, so no complete checkpoint")
     try:
         index = json.loads((path / INDEX).read_bytes())
         kind = f"{index['format']} {index['version']}"
         if kind != f"minimesh {VERSION}":
             raise ValueError(f"it is of {kind}, not minimesh {VERSION}")
-        if lost := {"turn", "written", "meta", "files", "tensors"} - set(index):
+        if lost := {"written", "meta", "files", "tensors"} - set(index):
             raise ValueError(f"no {lost}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path}: no {INDEX}, so no complete checkpoint") from None
     except (ValueError, LookupError, TypeError) as e:
         raise ValueError(f"{path / INDEX}: not readable ({e})") from None
-    for name in index["files"] if whole else ():
-        check_size(path, index, name)
+    for name, size in index["files"].items() if whole else ():
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name} is missing")
+        if (found := os.path.getsize(path / name)) != size:
+            raise ValueError(f"{path / name} has {found:,} bytes instead of {size:,}")
     return index
 
 
-def check_size(path, index, name):
-    want, file = index["files"][name], path / name
-    size = os.path.getsize(file) if file.is_file() else None
-    if size != want:
-        found = "is missing" if size is None else f"has {size:,} bytes instead of {want:,}"
-        raise ValueError(f"{file} {found}")
+def read_meta(path):
+    return read_index(path)["meta"]
 
 
 def survey(root):
     """(step, folder, index, None) or (step, folder, None, what is wrong), highest step first."""
-    root = pathlib.Path(root)
-    found = [(int(m[1]), path) for path in (root.iterdir() if root.is_dir() else ())
-             if (m := re.fullmatch(r"step_(\d+)", path.name))]
+    found = [(int(path.name[5:]), path) for path in pathlib.Path(root).glob("step_*")
+             if path.name[5:].isdecimal() and path.is_dir()]
     for step, path in sorted(found, reverse=True):
         try:
             yield step, path, read_index(path, whole=True), None
@@ -383,68 +330,22 @@ def checkpoints(root):
 def latest(root, warn):
     """The complete checkpoint of the highest step; None if none was ever completed. What is passed
     over is told to `warn`. That all which once were complete are damaged is an error."""
-    lost = None
+    lost = []
     for _, path, index, reason in survey(root):
         if index:
             return path
         warn(f"passed over: {reason}")
-        lost = lost or reason if (path / INDEX).exists() else lost
+        if (path / INDEX).exists():
+            lost.append(reason)
     if lost:
-        raise ValueError(f"{root}: no good checkpoint left; to start afresh, move it away: {lost}")
-    return None
-
-
-def read_meta(path):
-    return read_index(path)["meta"]
-
-
-def prune(root, keep, every=None):
-    """Remove the complete checkpoints but for the `keep` of highest step, the `keep` written last
-    (the same, unless another run's are there), and those of every `every`-th step; also saves that
-    never ended and are older than the newest complete one. keep None: none. Returns what went."""
-    for key, value in (("keep", keep), ("every", every)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key} {value!r} checkpoints: a number from 1, or null")
-    if keep is None:
-        return []
-    found = list(survey(root))[::-1]
-    good = [(step, index["written"], path) for step, path, index, _ in found if index]
-    by_time = sorted(good, key=lambda c: (c[1], c[0]))
-    kept = {path for _, _, path in sorted(good)[-keep:] + by_time[-keep:]}
-    kept |= {path for step, _, path in good if every and step % every == 0}
-    gone = [path for _, _, path in good if path not in kept]
-    newest = max(((path / INDEX).stat().st_mtime for path in kept), default=0)
-    gone += [path for _, path, _, _ in found if path.is_dir() and not (path / INDEX).exists()
-             and max(p.stat().st_mtime for p in (path, *path.iterdir())) < newest]
-    for path in gone:
-        (path / INDEX).unlink(missing_ok=True)  # first: half a checkpoint is none
-        sync_folder(path)
-        shutil.rmtree(path)
-    return gone
-
-
-# ---------------------------------------------------------------------------------------------
-# Load
+        raise ValueError(f"{root}: no good checkpoint left, move it to start afresh: {lost[0]}")
 
 
 def load(path, pieces, verify=True):
     """Fill the data of `pieces` from a checkpoint of any layout; padding is left as it is. With
     verify=False a box that is needed in part is not checked, so that only that part is read."""
-    path, pieces = pathlib.Path(path), list(pieces)
-    index = read_index(path)
-    check_wanted(path, index["tensors"], pieces)
-    files = Files(path, index)
-    for piece in pieces:
-        for want, view in logical(piece):
-            for stored in index["tensors"][piece.name]["boxes"]:
-                box = Box(*stored[1:3])
-                if both := meet(want, box):
-                    whole = all(s.stop - s.start == n for s, n in zip(both[1], box.shape))
-                    source = files.box(piece.name, stored, verify or whole)
-                    view[both[0]].copy_(source[both[1]])
-
-
-def check_wanted(path, tensors, pieces):
+    index, path = read_index(path), pathlib.Path(path)
+    tensors, files = index["tensors"], [path / name for name in index["files"]]
     wanted = {p.name: list(p.full_shape) for p in pieces if 0 not in p.full_shape}
     if missing := [name for name in wanted if name not in tensors]:
         raise ValueError(f"{path} does not hold {len(missing)} of {len(wanted)} tensors: "
@@ -453,41 +354,55 @@ def check_wanted(path, tensors, pieces):
         if tensors[name]["shape"] != shape:
             raise ValueError(f"{path}: {name} is {tensors[name]['shape']}, but {shape} is wanted")
         check_cover(name, tensors[name], path / INDEX)
+    read, good = functools.cache(read_safetensors), set()  # map a file, check a box only once
+    for piece in pieces:
+        for want, view in logical(piece):
+            for file, offset, shape, _, _, crc in tensors[piece.name]["boxes"]:
+                box = Box(offset, shape)
+                if both := meet(want, box):
+                    held, key = read(files[file]), f"{piece.name}{box}"
+                    whole = [s.stop - s.start for s in both[1]] == shape
+                    if key not in good and (verify or whole):
+                        if key not in held or zlib.crc32(raw(held[key])) != crc:
+                            raise ValueError(f"{files[file]} is damaged: another crc32 of {key}")
+                        good.add(key)
+                    view[both[0]].copy_(held[key][both[1]])
 
 
-class Files:
-    """The files of a checkpoint, mapped when first touched; each box is checked once."""
+def prune(root, keep, every=None):
+    """Remove the complete checkpoints but for the `keep` of highest step, the `keep` written last
+    (the same, unless another run's are there), and those of every `every`-th step; also saves that
+    never ended and are older than the newest complete one. keep None: none. Returns what went."""
+    for value in (keep, every):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"prune: {value!r} is not a number from 1, or null")
+    if keep is None:
+        return []
+    found = list(survey(root))[::-1]
+    good = [(step, index["written"], path) for step, path, index, _ in found if index]
+    by_time = sorted(good, key=lambda c: c[1])
+    kept = {path for _, _, path in good[-keep:] + by_time[-keep:]}
+    kept |= {path for step, _, path in good if every and step % every == 0}
+    newest = max(((path / INDEX).stat().st_mtime for path in kept), default=0)
+    gone = [path for _, path, index, _ in found if path not in kept
+            and (index or not (path / INDEX).exists()
+                 and max(p.stat().st_mtime for p in (path, *path.iterdir())) < newest)]
+    for path in gone:
+        (path / INDEX).unlink(missing_ok=True)  # first: half a checkpoint is none
+        sync_folder(path)
+        shutil.rmtree(path)
+    return gone
 
-    def __init__(self, path, index):
-        self.path, self.index, self.maps, self.checked = path, index, {}, set()
 
-    def box(self, name, stored, verify):
-        """The tensor in a stored box, a view of the map: what is used of it is read."""
-        number, offset, shape, start, nbytes, crc = stored
-        file = list(self.index["files"])[number]
-        if number not in self.maps:
-            check_size(self.path, self.index, file)
-            self.maps[number] = map_file(self.path / file)
-        if verify and (number, start) not in self.checked:
-            if zlib.crc32(memoryview(self.maps[number])[start : start + nbytes]) != crc:
-                raise ValueError(f"{self.path / file} is damaged: the crc32 of "
-                                 f"{name}{Box(offset, shape)} is another")
-            self.checked.add((number, start))
-        return tensor_at(self.maps[number], self.index["tensors"][name]["dtype"], shape, start)
-
-
-# ---------------------------------------------------------------------------------------------
-# From the shell
-
-
+# ---- From the shell -------------------------------------------------------------------------
 def verify(path):
-    index = read_index(path, whole=True)
-    files = Files(path, index)
-    for name, t in index["tensors"].items():
-        check_cover(name, t, path / INDEX)
-        for stored in t["boxes"]:
-            files.box(name, stored, True)
-    print(f"{path}: {len(index['tensors'])} tensors in {len(index['files'])} files are good")
+    index, wanted = read_index(path, whole=True), []
+    for name, t in index["tensors"].items():  # load everything to nowhere
+        shape, dtype = t["shape"], DTYPES[t["dtype"]]
+        data = torch.empty(math.prod(shape), dtype=dtype, device="meta")
+        wanted.append(Piece(name, data, 0, shape, [0] * len(shape), shape))
+    load(path, wanted)
+    print(f"{path}: {len(wanted)} tensors in {len(index['files'])} files are good")
 
 
 def ls(root):
@@ -517,43 +432,32 @@ def show(path, name=None):
             print(f"    {Box(offset, size)!s:<26} {files[file]} {nbytes:>12,} bytes  {crc:08x}")
 
 
-def demo(root):
-    barrier = threading.Barrier(3)
+def demo():
+    def part(a, b, data):
+        return Piece("param/w", data[a:b], a, (4, 5), (0, 0), (4, 5))
 
-    def part(a, b):
-        return Piece("param/w", torch.arange(20.0)[a:b], a, (4, 5), (0, 0), (4, 5))
-
-    def rank(r):
-        save(root, 1, [part(7 * r, min(7 * r + 7, 20))], {}, r, 3, lambda error: barrier.wait())
-
-    ranks = [threading.Thread(target=rank, args=(r,)) for r in range(3)]
-    for do in (threading.Thread.start, threading.Thread.join):
-        for thread in ranks:
-            do(thread)
-    print("Saved by 3 ranks, in slices of 7, 7 and 6 elements:")
-    show(latest(root, print), "param/w")
-    for r in range(2):
-        mine = part(10 * r, 10 * r + 10)
-        mine.data.zero_()
-        load(latest(root, print), [mine])
-        print(f"Loaded by rank {r} of 2: {[str(b) for b, _ in logical(mine)]} {mine.data.tolist()}")
+    with tempfile.TemporaryDirectory() as root:
+        slices = [part(a, b, torch.arange(20.0)) for a, b in ((0, 7), (7, 14), (14, 20))]
+        path = save(root, 1, slices, {}, rank=0, world=1, agree=lambda error: None)
+        print("Saved in slices of 7, 7 and 6 elements:")
+        show(path, "param/w")
+        for mine in (part(0, 10, torch.zeros(20)), part(10, 20, torch.zeros(20))):
+            load(path, [mine])
+            print(f"Loaded: {[str(box) for box, _ in logical(mine)]} {mine.data.tolist()}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=["ls", "verify", "show"])
-    parser.add_argument("path", nargs="?", type=pathlib.Path,
+    parser.add_argument("path", nargs="?", type=pathlib.Path, default=".",
                         help="ls: a run folder or the one with its checkpoints; else a checkpoint")
     parser.add_argument("name", nargs="?", help="show: the tensor whose boxes to list")
     args = parser.parse_args()
-    if args.what is None:
-        with tempfile.TemporaryDirectory() as root:
-            return demo(root)
-    if args.path is None:
-        parser.error(f"{args.what} needs a path")
     try:
-        names = (args.name,) if args.what == "show" else ()
-        {"ls": ls, "verify": verify, "show": show}[args.what](args.path, *names)
+        if args.what == "show":
+            show(args.path, args.name)
+        else:
+            {None: lambda path: demo(), "ls": ls, "verify": verify}[args.what](args.path)
     except (ValueError, OSError) as e:
         print(f"checkpoint.py: {e}", file=sys.stderr)
         sys.exit(2)

@@ -359,11 +359,12 @@ class Transformer(nn.Module):
         return Micro(tokens, targets, pos, lo, cos, sin, scale, drop_key, drop_index)
 
 
-def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024):
-    """Meta model -> storage. Returns (model, Blocks), weights still zero."""
+def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, **sharding):
+    """Meta model -> storage. Returns (model, Blocks), weights still zero. `sharding`: the options
+    of Blocks."""
     with torch.device("meta"):
         model = Transformer(cfg, mesh, pad_vocab, loss_chunk)
-    blocks = Blocks(model.named_blocks(), mesh, dtype)
+    blocks = Blocks(model.named_blocks(), mesh, dtype, **sharding)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.place = torch.tensor(module.number, device=mesh.device)
@@ -402,18 +403,18 @@ def init_weights(blocks, cfg, seed):
     """Give every parameter its value: a function of (seed, name, index in the logical tensor), so
     the same on any layout, with no full-size draw."""
     for p in blocks.params:
-        data, std = blocks.view(blocks.master, p).view(-1), init_std(p.name, cfg)
+        (data, first), std = blocks.local(blocks.master, p), init_std(p.name, cfg)
         if std is None:
             data.fill_(1.0)
             continue
         if std == 0.0:
             continue
         key = key64("init", seed, p.name)
-        for start in range(0, p.numel, 1 << 20):
-            stop = min(start + (1 << 20), p.numel)
-            index = logical_index(p.shape, p.full_shape, p.cut_offset(blocks.mesh), start, stop,
-                                  data.device)
-            data[start:stop] = torch.where(index < 0, 0.0, bell(key, index) * std)
+        for part in data.split(1 << 20):
+            index = logical_index(p.shape, p.full_shape, p.cut_offset(blocks.mesh), first,
+                                  first + part.numel(), data.device)
+            part.copy_(torch.where(index < 0, 0.0, bell(key, index) * std))
+            first += part.numel()
     blocks.refresh()
 
 
@@ -453,17 +454,20 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 
 @torch.no_grad()
-def generate(model, tokens, n, temperature=0.8, top_k=None, top_p=None, seed=0, stop=None):
+def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, seed=0, stop=None):
     """Continue tokens [B, T] by up to n tokens; ends early when every row has produced `stop`.
-    The context is the last cfg.max_len tokens, computed anew for each token."""
+    The context is the last cfg.max_len tokens, computed anew for each token. Collective: every
+    rank draws the same tokens."""
     generator = torch.Generator(tokens.device).manual_seed(seed)
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(n):
         micro = model.micro(tokens[:, -model.cfg.max_len :])
         x = None
-        for _, block in model.named_blocks()[:-1]:
-            x = block(x, micro)
-        logits = model.head.logits(x[:, -1:])[:, -1]
+        for i, (_, block) in enumerate(model.named_blocks()):
+            blocks.gather(i)
+            x = block.logits(x[:, -1:]) if block is model.head else block(x, micro)
+            blocks.free(i)
+        logits = x[:, -1]
         token = pick(logits, temperature, top_k, top_p, generator)
         tokens = torch.cat([tokens, token.unsqueeze(1)], dim=1)
         if stop is not None:
@@ -473,11 +477,11 @@ def generate(model, tokens, n, temperature=0.8, top_k=None, top_p=None, seed=0, 
     return tokens
 
 
-def sample(model, tokenizer, prompt, n, **choices):
+def sample(model, blocks, tokenizer, prompt, n, **choices):
     """The prompt and up to n tokens that the model continues it with, as text."""
     ids = [int(t) for t in tokenizer.encode(prompt)] or [tokenizer.eot]
     tokens = torch.tensor([ids], device=model.mesh.device)
-    out = generate(model, tokens, n, stop=tokenizer.eot, **choices)
+    out = generate(model, blocks, tokens, n, stop=tokenizer.eot, **choices)
     return tokenizer.decode([t for t in out[0].tolist() if t != tokenizer.eot])
 
 
@@ -504,7 +508,7 @@ def print_table(cfg, seq_len):
 
 
 def load_for_sampling(path, tokenizer=None):
-    """(model, tokenizer) from a run folder or a checkpoint, in float32 on the best device."""
+    """(model, blocks, tokenizer) of a run folder or checkpoint, float32, on the best device."""
     import checkpoint
     import data
 
@@ -521,16 +525,16 @@ def load_for_sampling(path, tokenizer=None):
     cfg = ModelConfig(**meta["config"]["model"])
     model, blocks = build(cfg, build_mesh(layout_of(1), device), torch.float32)
     checkpoint.load(path, pieces(blocks, kinds=("param",)))
-    return model, data.load_tokenizer(tokenizer or meta["tokenizer"])
+    return model, blocks, data.load_tokenizer(tokenizer or meta["tokenizer"])
 
 
-def pieces(blocks, share=(0, 1), kinds=("param", "exp_avg", "exp_avg_sq")):
-    """This rank's share of the state in the terms of checkpoint.py."""
+def pieces(blocks, shared=False, kinds=("param", "exp_avg", "exp_avg_sq")):
+    """This rank's state in the terms of checkpoint.py; `shared`: what this replica is to write."""
     import checkpoint
 
     return [checkpoint.Piece(f"{kind}/{p.name}", data, start, p.shape, p.cut_offset(blocks.mesh),
                              p.full_shape)
-            for kind, p, data, start in blocks.state(share) if kind in kinds]
+            for kind, p, data, start in blocks.state(shared) if kind in kinds]
 
 
 def main():
@@ -556,8 +560,8 @@ def main():
         section["vocab_size"] = section["vocab_size"] or 257
         section["max_len"] = section["max_len"] or seq_len
         return print_table(ModelConfig(**section), seq_len)
-    model, tokenizer = load_for_sampling(args.path, args.tokenizer)
-    print(sample(model, tokenizer, args.prompt, args.tokens, temperature=args.temperature,
+    loaded = load_for_sampling(args.path, args.tokenizer)
+    print(sample(*loaded, args.prompt, args.tokens, temperature=args.temperature,
                  top_k=args.top_k, top_p=args.top_p, seed=args.seed))
 
 

@@ -41,6 +41,7 @@ from torch.optim.adamw import adamw
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 UNIONS = {  # groups over several axes at once
     "data": ("dp", "fsdp"),  # ranks that read different samples
+    "shard": ("fsdp", "cp"),  # ranks that hold the shards of one copy of the parameters
     "grad": ("dp", "fsdp", "cp"),  # ranks that hold parts of a dense parameter's gradient
 }
 
@@ -121,13 +122,17 @@ def build_mesh(sizes, device):
     if world == 1:
         mesh.group = dict.fromkeys([*AXES, *UNIONS])
         return mesh
-    shape = tuple(sizes[a] for a in AXES)
-    grid = dist.init_device_mesh(mesh.device.type, shape, mesh_dim_names=AXES)
+    real = tuple(a for a in AXES if sizes[a] > 1)  # a group costs threads and memory
+    shape = tuple(sizes[a] for a in real)
+    grid = dist.init_device_mesh(mesh.device.type, shape, mesh_dim_names=real)
     for axis in AXES:
-        mesh.group[axis] = grid.get_group(axis) if sizes[axis] > 1 else None
+        mesh.group[axis] = grid.get_group(axis) if axis in real else None
     for name, axes in UNIONS.items():
-        mesh.group[name] = grid[axes]._flatten(name).get_group() if mesh.size[name] > 1 else None
-    mesh.control = dist.new_group(backend="gloo")
+        axes = tuple(a for a in axes if a in real)
+        mesh.group[name] = None if not axes else mesh.group[axes[0]] if len(axes) == 1 else \
+            grid[axes]._flatten(name).get_group()
+    simulated = dist.get_backend() == "fake"  # one process plays one rank of a world that is not
+    mesh.control = dist.new_group(backend=None if simulated else "gloo")
     return mesh
 
 
@@ -149,38 +154,65 @@ def all_reduce(mesh, x, axis, op="sum", wait=True):
     return x if wait else work
 
 
-def all_gather(mesh, x, axis):
-    """The x of every rank of `axis`, joined along dim 0: [n * x.shape[0], ...]. Sends N (n-1)/n
-    bytes of the N gathered."""
+class Handle:
+    """A collective under way: wait() gives its result. On a GPU the stream waits, not the host."""
+
+    def __init__(self, work, finish):
+        self.work, self.finish = work, finish
+
+    def wait(self):
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+def all_gather_into(mesh, out, x, axis):
+    """Start to gather the x of every rank of `axis` into out, joined along dim 0. Sends N (n-1)/n
+    bytes of the N gathered. x may be this rank's part of out."""
     n = mesh.size[axis]
     if n == 1:
-        return x
-    out = x.new_empty(n * x.shape[0], *x.shape[1:])
+        out.copy_(x)
+        return Handle(None, lambda: out)
     count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
-    gather(out, x.contiguous(), group=mesh.group[axis])
-    return out
+    return Handle(gather(out, x, group=mesh.group[axis], async_op=True), lambda: out)
 
 
-def reduce_scatter(mesh, x, axis):
-    """This rank's 1/n, along dim 0, of the sum of x over `axis`. Sends N (n-1)/n bytes of N.
+def all_gather(mesh, x, axis):
+    """The x of every rank of `axis`, joined along dim 0: [n * x.shape[0], ...]."""
+    if mesh.size[axis] == 1:
+        return x
+    out = x.new_empty(mesh.size[axis] * x.shape[0], *x.shape[1:])
+    return all_gather_into(mesh, out, x.contiguous(), axis).wait()
+
+
+def reduce_scatter_start(mesh, x, axis):
+    """Start to sum x over `axis`; the handle gives this rank's 1/n of it along dim 0, in float32
+    or better. Sends N (n-1)/n bytes of N.
 
     gloo has no direct reduce-scatter; an all-to-all and a sum in rank order moves the same bytes
     and fixes the order of the sum."""
     n = mesh.size[axis]
+    wide = torch.promote_types(x.dtype, torch.float32)
     if n == 1:
-        return x
+        return Handle(None, lambda: x)
     assert x.shape[0] % n == 0, (x.shape, n)
     count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n)
-    x = x.contiguous()
     if x.device.type == "cpu":
         parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=mesh.group[axis])
-        return parts.view(n, x.shape[0] // n, *x.shape[1:]).sum(0)
+        work = dist.all_to_all_single(parts, x, group=mesh.group[axis], async_op=True)
+        rows = parts.view(n, x.shape[0] // n, *x.shape[1:])
+        return Handle(work, lambda: rows.sum(0, dtype=wide))
     out = x.new_empty(x.shape[0] // n, *x.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, x, group=mesh.group[axis])
-    return out
+    return Handle(scatter(out, x, group=mesh.group[axis], async_op=True), lambda: out)
+
+
+def reduce_scatter(mesh, x, axis):
+    """This rank's 1/n, along dim 0, of the sum of x over `axis`."""
+    if mesh.size[axis] == 1:
+        return x
+    return reduce_scatter_start(mesh, x.contiguous(), axis).wait().to(x.dtype)
 
 
 class Pending:
@@ -361,73 +393,184 @@ class Blocks:
         block 1 (layer 0)     grad     | the same places, float32                      |
         ...                   master, exp_avg, exp_avg_sq: the same places, float32
 
-    A module's parameters are views into `weight` (compute dtype; in float32 it is `master`
-    itself). Gradients accumulate in float32 over the microbatches of a step. Four verbs move data,
-    called by the executor in the order of its actions, never by autograd:
+    A module's parameters are views into `weight` (compute dtype). Gradients accumulate in float32
+    over the microbatches of a step. With f ranks on fsdp x cp and d on dp, rank r's shard is the
+    r-th of f equal slices of each buffer; what `zero` makes a shard of:
 
-        stage   gather(i)   free(i)   reduce(i)                            wait()
-        0       nothing     nothing   all-reduce of grad i over dp x       all reductions
-                                      fsdp x cp: 2 P (n-1)/n bytes         are done
+        zero  weight  grad                    master, moments  a step sends, of P bytes a block
+        0     whole   whole                   whole            all-reduce of grad over d f ranks
+        1     whole   whole                   shard            reduce-scatter of grad, all-gather
+        2     whole   shard (whole in its     shard            of weight: P (f-1)/f each; zero 2
+                      block's backward)                        scatters for each microbatch
+        3     shard   as 2                    shard            as 2, and gathers a block before
+                                                               its forward and its backward
 
-    reduce(i) only starts the sum, so the backward of the blocks before i runs meanwhile.
+    With d > 1 the shard of the gradient is then all-reduced over dp. With `offload` the master
+    weights and moments live on the host, and AdamW runs there. Four verbs move data, called by the
+    executor in the order of its actions, never by autograd:
+
+        gather(i)   block i's weights are whole; those of the next blocks are on their way
+        free(i)     they are not needed for now
+        reduce(i)   block i's gradient of a microbatch is complete: start its sum over the ranks
+        wait()      all sums are done
     """
 
     ALIGN = 16  # elements: parameters begin at multiples of it, so that kernels can use wide loads
 
-    def __init__(self, blocks, mesh, dtype):
+    def __init__(self, blocks, mesh, dtype, zero=0, prefetch=1, reduce_dtype=None, offload=False):
         """`blocks`: [(name, module)] in the order of forward, built on the meta device. Allocates
         the storage (zeros) and makes the modules' parameters views into it."""
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh, self.dtype, self.zero, self.prefetch = mesh, dtype, zero, prefetch
+        self.offload = offload
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.reduce_dtype = reduce_dtype or self.master_dtype
         self.params = list_params(blocks)
-        self.weight, self.master, self.grad, self.exp_avg, self.exp_avg_sq = [], [], [], [], []
-        self.steps, self.split, self.pending = [], [], []
-        for b in range(len(blocks)):
-            self.allocate([p for p in self.params if p.block == b])
-        self.bind()
+        self.sizes, self.split = zip(*[self.place([p for p in self.params if p.block == b])
+                                       for b in range(len(blocks))])
+        self.shards = mesh.size["shard"] if zero else 1
+        self.spans = [(mesh.coord["shard"] * n // self.shards, (mesh.coord["shard"] + 1) * n
+                       // self.shards) if zero else (0, n) for n in self.sizes]
+        self.allocate()
+        self.bind(blocks)
+        self.gathering = [None] * len(blocks)  # handle of an all-gather under way
+        self.whole = [zero < 3] * len(blocks)
+        self.open = [zero < 2] * len(blocks)  # the whole gradient buffer holds something
+        self.reducing = {}  # block -> handle of a reduce-scatter under way
+        self.summing = []  # handles of all-reduces
 
-    def allocate(self, params):
-        """Place the parameters of one block, decayed ones first, and make its flat buffers."""
-        end = 0
+    def place(self, params):
+        """Give the parameters of one block their places, decayed ones first. Returns the size of
+        the block's buffer and the end of its decayed part."""
+        end, decayed = 0, 0
         for p in sorted(params, key=lambda p: not p.decay):
             p.start = end
             end += -(-p.numel // self.ALIGN) * self.ALIGN
-        self.split.append(max([p.start + p.numel for p in params if p.decay], default=0))
-        size = -(-end // self.mesh.size["grad"]) * self.mesh.size["grad"]
+            decayed = end if p.decay else decayed
+        ranks = self.mesh.size["grad"] * self.ALIGN
+        return -(-end // ranks) * ranks, decayed
 
-        def zeros(dtype):
-            return torch.zeros(size, dtype=dtype, device=self.mesh.device)
+    def allocate(self):
+        """The buffers: whole where the stage says so, else this rank's shard."""
+        def zeros(n, dtype):
+            return torch.zeros(n, dtype=dtype, device=self.mesh.device)
 
-        for buffers in (self.master, self.grad, self.exp_avg, self.exp_avg_sq):
-            buffers.append(zeros(self.master_dtype))
-        same = self.dtype == self.master_dtype
-        self.weight.append(self.master[-1] if same else zeros(self.dtype))
-        self.steps.append([torch.zeros((), device=self.mesh.device) for _ in range(2)])
+        def state(n, dtype):
+            if not self.offload:
+                return zeros(n, dtype)
+            return torch.zeros(n, dtype=dtype, pin_memory=self.mesh.device.type == "cuda")
 
-    def bind(self):
+        shard = [hi - lo for lo, hi in self.spans]
+        same = self.dtype == self.master_dtype and not self.offload
+        if self.zero < 3:
+            self.weight, self.lasting = [zeros(n, self.dtype) for n in self.sizes], None
+            self.piece = [w[lo:hi] for w, (lo, hi) in zip(self.weight, self.spans)]
+        else:
+            self.piece = [zeros(n, self.dtype) for n in shard]
+            self.weight, self.lasting = take_turns(
+                self.sizes, 2 + self.prefetch, lambda n: zeros(n, self.dtype))
+        self.master = self.piece if same else [state(n, self.master_dtype) for n in shard]
+        if self.zero < 2:
+            self.full_grad = [zeros(n, self.master_dtype) for n in self.sizes]
+            self.grad = [g[lo:hi] for g, (lo, hi) in zip(self.full_grad, self.spans)]
+        else:
+            self.full_grad, self.grad_lasting = take_turns(
+                self.sizes, 2, lambda n: zeros(n, self.master_dtype))
+            self.grad = [zeros(n, self.master_dtype) for n in shard]
+        self.exp_avg, self.exp_avg_sq = ([state(n, self.master_dtype) for n in shard]
+                                         for _ in range(2))
+        self.host_grad = [state(n, self.master_dtype) for n in shard] if self.offload else self.grad
+        self.steps = [[state((), torch.float32) for _ in range(2)] for _ in self.sizes]
+        # a gather writes through an alias with a version counter of its own: autograd, which has
+        # saved views of the weight, must not take it for a change of value
+        self.alias = [torch.empty(0, dtype=w.dtype, device=w.device).set_(w.untyped_storage())
+                      for w in self.weight]
+
+    def bind(self, blocks):
         """Make every module's parameter a view of its block's weight. Its `main_grad` is the view
         of the accumulator, for operations that add their weight's gradient there themselves."""
-        self.tensors = [[] for _ in self.weight]
+        self.tensors = [[] for _ in self.sizes]
+        self.uses = [{b} for b in range(len(blocks))]  # the blocks whose weights block b reads
         for p in self.params:
             tensor = torch.nn.Parameter(self.view(self.weight, p))
-            tensor.main_grad = self.view(self.grad, p)
+            tensor.main_grad = self.view(self.full_grad, p)
             self.tensors[p.block].append(tensor)
             for module, attr in p.owners:
                 setattr(module, attr, tensor)
+                for b, (_, block) in enumerate(blocks):
+                    if any(m is module for m in block.modules()):
+                        self.uses[b].add(p.block)
+        self.last_use = [max(b for b, used in enumerate(self.uses) if i in used)
+                         for i in range(len(blocks))]
+        if self.zero == 3:
+            for i, lasting in enumerate(self.lasting):
+                lasting or self.weight[i].untyped_storage().resize_(0)
+        if self.zero >= 2:
+            for i, lasting in enumerate(self.grad_lasting):
+                lasting or self.full_grad[i].untyped_storage().resize_(0)
 
     @staticmethod
     def view(buffers, p):
         return buffers[p.block][p.start : p.start + p.numel].view(p.shape)
 
-    def begin(self):
-        """Start a step: every accumulator to zero."""
-        torch._foreach_zero_(self.grad)
+    # ---- weights
 
-    def gather(self, i):
-        """Make block i's weights whole. At stage 0 they are."""
+    def start_gather(self, i):
+        """Start block i's all-gather over fsdp x cp, from every rank's piece into `weight`."""
+        if self.whole[i] or self.gathering[i] is not None:
+            return
+        if not self.lasting[i]:
+            self.weight[i].untyped_storage().resize_(self.alias[i].numel() * self.dtype.itemsize)
+        self.gathering[i] = all_gather_into(self.mesh, self.alias[i], self.piece[i], "shard")
+
+    def gather(self, i, ahead=()):
+        """Make whole the weights that block i uses, and start on those of the blocks `ahead`."""
+        for b in self.uses[i]:
+            self.start_gather(b)
+        for j in list(ahead)[: self.prefetch]:
+            for b in self.uses[j]:
+                self.start_gather(b)
+        for b in self.uses[i]:
+            if self.gathering[b] is not None:
+                self.gathering[b].wait()
+                self.gathering[b], self.whole[b] = None, True
 
     def free(self, i):
-        """Give the gathered weights of block i back. At stage 0 they stay."""
+        """Block i is done for now: give back what it was the last to use (zero 3)."""
+        for b in self.uses[i]:
+            if self.zero == 3 and self.last_use[b] == i:
+                self.whole[b] = False
+                if not self.lasting[b]:
+                    self.weight[b].untyped_storage().resize_(0)
+
+    def refresh(self):
+        """Bring the compute copy up to date with the master weights: a cast and, at zero 1 and 2,
+        an all-gather of each block, which the next forward waits for block by block."""
+        if self.piece is not self.master and not self.offload:
+            torch._foreach_copy_(self.piece, self.master)
+        elif self.offload:
+            for piece, master in zip(self.piece, self.master):
+                piece.copy_(master, non_blocking=True)
+        if self.zero in (1, 2) and self.shards > 1:
+            for i, alias in enumerate(self.alias):
+                self.gathering[i] = all_gather_into(self.mesh, alias, self.piece[i], "shard")
+
+    # ---- gradients
+
+    def begin(self):
+        """Start a step: every accumulator to zero."""
+        torch._foreach_zero_(self.grad if self.zero >= 2 else self.full_grad)
+
+    def open_grad(self, i):
+        """Block i's whole gradient buffer is about to be written (zero 2 and 3: zero it first,
+        when the sum that its last user has started is done)."""
+        if self.open[i]:
+            return
+        for j in [j for j in self.reducing if self.full_grad[j] is self.full_grad[i]]:
+            self.finish_reduce(j)
+        if not self.grad_lasting[i]:
+            self.full_grad[i].untyped_storage().resize_(self.sizes[i] * self.master_dtype.itemsize)
+        self.full_grad[i].zero_()
+        self.open[i] = True
 
     def accumulate(self, i, grads):
         """Add one microbatch's gradients of block i: one for each of its tensors, None where the
@@ -437,52 +580,138 @@ class Blocks:
         if pairs:
             torch._foreach_add_([acc for acc, _ in pairs], [g for _, g in pairs])
 
-    def reduce(self, i):
-        """This rank's gradient of block i is complete: start its sum over dp x fsdp x cp."""
-        self.pending.append(all_reduce(self.mesh, self.grad[i], "grad", wait=False))
+    def reduce(self, i, last):
+        """Block i's gradient of a microbatch is complete on this rank, and with `last` that of the
+        step: start its sum. Over fsdp x cp a reduce-scatter (zero 2 and 3: for each microbatch),
+        over dp an all-reduce of the shard once a step; at zero 0 one all-reduce over both."""
+        if self.zero == 0:
+            if last:
+                self.start_sum(i, "grad")
+        elif self.zero >= 2 or last:
+            sent = self.full_grad[i]
+            sent = sent if self.shards == 1 else sent.to(self.reduce_dtype)
+            self.reducing[i] = reduce_scatter_start(self.mesh, sent, "shard"), last
+
+    def start_sum(self, i, axis):
+        """Start the all-reduce of block i's gradient (shard) over `axis`, in the reduce dtype."""
+        if self.mesh.size[axis] == 1:
+            return
+        sent = self.grad[i].to(self.reduce_dtype)
+        work = all_reduce(self.mesh, sent, axis, wait=False)
+        own = sent is self.grad[i]
+        self.summing.append(Handle(work, lambda: own or self.grad[i].copy_(sent)))
+
+    def finish_reduce(self, i):
+        """The reduce-scatter of block i is done: keep its result; the last goes on over dp."""
+        handle, last = self.reducing.pop(i)
+        part = handle.wait()
+        if self.zero >= 2:
+            self.grad[i].add_(part)
+            self.open[i] = False
+            if not self.grad_lasting[i]:
+                self.full_grad[i].untyped_storage().resize_(0)
+        elif self.shards > 1:
+            self.grad[i].copy_(part)
+        if last:
+            self.start_sum(i, "dp")
 
     def wait(self):
         """All sums that were started are done."""
-        for work in self.pending:
-            if work is not None:
-                work.wait()
-        self.pending.clear()
+        for i in list(self.reducing):
+            self.finish_reduce(i)
+        for handle in self.summing:
+            handle.wait()
+        self.summing.clear()
 
     def grad_norm(self):
-        """The global 2-norm of the gradient, each logical element once: a 0-d device tensor."""
-        norms = torch._foreach_norm(self.grad)  # padding is zero
-        return torch.linalg.vector_norm(torch.stack(norms))
+        """The global 2-norm of the gradient, each logical element once: a 0-d device tensor. With
+        shards, one all-reduce of a scalar over fsdp x cp."""
+        total = torch.stack(torch._foreach_norm(self.grad)).square().sum()  # padding is zero
+        if self.zero:
+            total = all_reduce(self.mesh, total, "shard")
+        return total.sqrt()
+
+    # ---- optimizer and state
 
     def adamw(self, lr, beta1, beta2, eps, weight_decay, found_inf):
-        """One AdamW step (Loshchilov and Hutter 2019) on the flat buffers, torch's fused one; the
+        """One AdamW step (Loshchilov and Hutter 2019) on the flat shards, torch's fused one; the
         first part of each block is decayed, the second not. Where the device scalar `found_inf`
         is 1, nothing changes: not the weights, the moments or the step counters."""
-        for part, decay in ((0, weight_decay), (1, 0.0)):
-            spans = [slice(0, s) if part == 0 else slice(s, None) for s in self.split]
-            lists = [[buffer[span] for buffer, span in zip(buffers, spans)]
-                     for buffers in (self.master, self.grad, self.exp_avg, self.exp_avg_sq)]
-            adamw(*lists, [], [s[part] for s in self.steps], fused=True, amsgrad=False,
-                  beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
-                  found_inf=found_inf)
+        rounds = [range(len(self.sizes))]
+        if self.offload:  # block by block, while the gradients of the next are on their way
+            found_inf = found_inf.cpu()
+            arrived = [to_host(host, grad) for host, grad in zip(self.host_grad, self.grad)]
+            rounds = [[i] for i in rounds[0]]
+        for blocks in rounds:
+            if self.offload:
+                arrived[blocks[0]]()
+            for part, decay in ((0, weight_decay), (1, 0.0)):
+                adamw(*self.slices(blocks, part), [], [self.steps[i][part] for i in blocks],
+                      fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
+                      weight_decay=decay, eps=eps, maximize=False, found_inf=found_inf)
         self.refresh()
 
-    def refresh(self):
-        """Bring the compute copy up to date with the master weights."""
-        if self.dtype != self.master_dtype:
-            torch._foreach_copy_(self.weight, self.master)
+    def slices(self, blocks, part):
+        """The decayed (part 0) or other (part 1) slices of master, gradient and moments: lists."""
+        lists = [[], [], [], []]
+        for i in blocks:
+            lo, hi = self.spans[i]
+            cut = min(max(self.split[i] - lo, 0), hi - lo)
+            span = slice(0, cut) if part == 0 else slice(cut, None)
+            for out, buffers in zip(lists, (self.master, self.host_grad, self.exp_avg,
+                                            self.exp_avg_sq)):
+                out.append(buffers[i][span])
+        return lists
 
-    def state(self, share=(0, 1)):
-        """(kind, Param, data, start) of what a checkpoint holds: `data` is elements start, start+1
-        ... of the flattened local tensor, those that lie in slice r of the n equal slices of each
-        block's flat buffer, (r, n) = share. (0, 1) is everything."""
-        rank, ranks = share
+    def local(self, buffers, p, replica=(0, 1)):
+        """Parameter p's elements in this rank's shard: (data, index of the first in the flattened
+        local tensor). `replica` (r, n): only the r-th of n equal slices of the shard."""
+        lo, hi = self.spans[p.block]
+        at = lo + (hi - lo) * replica[0] // replica[1]
+        stop = lo + (hi - lo) * (replica[0] + 1) // replica[1]
+        at, stop = max(at, p.start), min(stop, p.start + p.numel)
+        stop = max(at, stop)
+        return buffers[p.block][at - lo : stop - lo], min(at - p.start, p.numel)
+
+    def replicas(self):
+        """(r, n, axis): this rank holds replica r of n of its shard; they lie along `axis`."""
+        axis = "dp" if self.zero else "grad"
+        return self.mesh.coord[axis], self.mesh.size[axis], axis
+
+    def state(self, shared=False):
+        """(kind, Param, data, start) of what a checkpoint holds, as `local` gives it. `shared`:
+        only the slice of it that this replica is to write."""
+        r, n, _ = self.replicas()
         for kind, buffers in (("param", self.master), ("exp_avg", self.exp_avg),
                               ("exp_avg_sq", self.exp_avg_sq)):
             for p in self.params:
-                part = buffers[p.block].numel() // ranks
-                start = min(max(p.start, rank * part), p.start + p.numel)
-                stop = max(min(p.start + p.numel, (rank + 1) * part), start)
-                yield kind, p, buffers[p.block][start:stop], start - p.start
+                yield kind, p, *self.local(buffers, p, (r, n) if shared else (0, 1))
+
+
+def to_host(host, x):
+    """Start to copy x into the (pinned) host tensor; the function returned waits for it."""
+    host.copy_(x, non_blocking=True)
+    if not x.is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def take_turns(sizes, n, make):
+    """A buffer for each block, and whether it lasts. Where more than n blocks have the same size,
+    they take turns on n buffers, which last; each of the others has one of its own, whose storage
+    is given back while it is not needed (the views of it stay valid)."""
+    pools, buffers, lasting, turn = {}, [], [], {}
+    for size in sizes:
+        many = sizes.count(size) > n
+        pool = pools.setdefault(size, [])
+        if not many or len(pool) < n:
+            pool.append(make(size))
+        at = turn[size] = turn.get(size, -1) + 1
+        buffers.append(pool[at % n if many else at])
+        lasting.append(many)
+    return buffers, lasting
 
 
 # How much each element adds to a tensor's fingerprint depends on its place in the logical tensor
@@ -512,15 +741,17 @@ def fingerprint(data, index):
 
 
 def check_replicas(blocks):
-    """Raise RuntimeError naming the first parameter whose replicas over dp x fsdp x cp are not
-    bit-identical. One all-reduce of a word for each parameter."""
+    """Raise RuntimeError naming the first parameter whose replicas (over dp; at zero 0 over dp x
+    fsdp x cp) are not bit-identical. Two all-reduces of a word for each parameter."""
     mesh, prints = blocks.mesh, []
     for p in blocks.params:
-        index = logical_index(p.shape, p.full_shape, p.cut_offset(mesh), 0, p.numel, mesh.device)
-        prints.append(fingerprint(blocks.view(blocks.master, p).view(-1), index))
-    low, high = torch.stack(prints), torch.stack(prints)
-    all_reduce(mesh, low, "grad", "min")
-    all_reduce(mesh, high, "grad", "max")
+        data, start = blocks.local(blocks.master, p)
+        index = logical_index(p.shape, p.full_shape, p.cut_offset(mesh), start,
+                              start + data.numel(), data.device)
+        prints.append(fingerprint(data, index).to(mesh.device))
+    low, high, axis = torch.stack(prints), torch.stack(prints), blocks.replicas()[2]
+    all_reduce(mesh, low, axis, "min")
+    all_reduce(mesh, high, axis, "max")
     for p, differs in zip(blocks.params, (low != high).tolist()):
         if differs:
             raise RuntimeError(f"the replicas of {p.name} differ between data ranks")
@@ -557,54 +788,66 @@ def run(actions, fns, blocks, microbatches, keep=None):
     Autograd only ever sees one block: blocks are joined here by hand, so the order of gathers,
     frees and reductions is the order of these lines."""
     backwards = [a.microbatch for a in actions if a.kind == "backward"]
-    training = len(backwards) > 0
-    keep = keep or [True] * len(fns)
-    saved, total = {}, None
-    for kind, j in actions:
+    keep, saved, total = keep or [True] * len(fns), {}, None
+    for n, (kind, j) in enumerate(actions):
         if kind == "forward":
-            loss, saved[j] = forward(fns, blocks, microbatches[j], keep, training)
+            next_is_mine = actions[n + 1 : n + 2] == [Action("backward", j)]
+            loss, saved[j] = forward(fns, blocks, microbatches[j], keep, bool(backwards),
+                                     next_is_mine)
             total = loss.detach() if total is None else total + loss.detach()
         else:
-            backward(fns, blocks, microbatches[j], saved.pop(j), reduce=j == backwards[-1])
+            backward(fns, blocks, microbatches[j], saved.pop(j), last=j == backwards[-1])
     blocks.wait()
     return total
 
 
-def forward(fns, blocks, microbatch, keep, training):
-    """Forward of one microbatch. Returns the last output and, when training, [(input, output)] of
-    each block, with output None where backward is to compute it again."""
-    x, saved = None, []
+def forward(fns, blocks, microbatch, keep, training, backward_follows):
+    """Forward of one microbatch. Returns the loss and, when training, what backward needs of each
+    block: (input, output), the output None where it is to be computed again; of the last block,
+    whose loss makes its gradient at once, the gradient of its input."""
+    x, saved, end = None, [], len(fns) - 1
     for i, fn in enumerate(fns):
-        blocks.gather(i)
-        graph = training and (keep[i] or i == len(fns) - 1)  # the loss makes its gradient here
+        blocks.gather(i, ahead=range(i + 1, end + 1))
         if training and x is not None:
             x = x.detach().requires_grad_()
-        with torch.set_grad_enabled(graph):
+        if training and i == end:
+            for b in blocks.uses[i]:
+                blocks.open_grad(b)
+        with torch.set_grad_enabled(training and (keep[i] or i == end)):
             y = fn(x, microbatch)
-        if training:
-            saved.append((x, y if graph else None))
+        if training and i == end:
+            grad, *grads = torch.autograd.grad(y, [x, *blocks.tensors[i]], allow_unused=True)
+            blocks.accumulate(i, grads)
+            saved.append(grad)
+        elif training:
+            saved.append((x, y if keep[i] else None))
         x = y
-        blocks.free(i)
+        if not (backward_follows and i == end - 1):  # backward begins with that one
+            blocks.free(i)
     return x, saved
 
 
-def backward(fns, blocks, microbatch, saved, reduce):
-    """Backward of one microbatch, block by block from the last. With `reduce` the gradients are
-    complete after it, and each block's sum over the data ranks starts as soon as it is."""
-    grad = None
-    for i in reversed(range(len(fns))):
+def backward(fns, blocks, microbatch, saved, last):
+    """Backward of one microbatch, block by block from the end. `last`: it is the step's last, so
+    each block's gradient is complete after it."""
+    grad = saved.pop()
+    blocks.reduce(len(fns) - 1, last)
+    for i in reversed(range(len(fns) - 1)):
         x, y = saved.pop()
-        blocks.gather(i)
+        inputs = [] if x is None else [x]
+        if inputs:  # the embedding's backward does not read its weights
+            blocks.gather(i, ahead=range(i - 1, 0, -1))
+        blocks.open_grad(i)
         if y is None:
             with torch.enable_grad():
                 y = fns[i](x, microbatch)
-        inputs = [t for t in (x,) if t is not None]
         grads = torch.autograd.grad(y, inputs + blocks.tensors[i], grad, allow_unused=True)
+        del y  # with it goes the graph
         grad = grads[0] if inputs else None
         blocks.accumulate(i, grads[len(inputs):])
-        if reduce:
-            blocks.reduce(i)
-        blocks.free(i)
+        blocks.reduce(i, last)
+        if inputs:
+            blocks.free(i)
 
 
 def main():

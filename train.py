@@ -52,7 +52,8 @@ OPTIONAL = {  # types of the keys whose default does not tell (null or a word th
     "train.eval_every": int, "train.eval_sequences": int, "parallel.dp": (int, str),
     "parallel.fsdp": (int, str), "parallel.check_replicas_every": int, "speed.compile": (bool, str),
     "speed.recompute": (int, str), "speed.threads": int, "checkpoint.every": int,
-    "checkpoint.keep": int, "log.sample": int, "log.wandb": str, "log.profile": list,
+    "checkpoint.keep": int, "parallel.reduce_dtype": str, "log.sample": int,
+    "log.wandb": str, "log.profile": list,
 }
 NULLABLE = {key for key in OPTIONAL if key not in
             ("parallel.dp", "parallel.fsdp", "speed.compile", "speed.recompute")}
@@ -135,7 +136,12 @@ def check_config(config, world):
     m, t, o, p, s = (config[k] for k in ("model", "train", "optim", "parallel", "speed"))
     for key in ("pp", "cp", "tp", "ep"):
         check(p[key] == 1, f"parallel.{key}", p[key], "only 1 is built so far")
-    check(p["zero"] == 0, "parallel.zero", p["zero"], "only 0 is built so far")
+    check(p["zero"] in (0, 1, 2, 3), "parallel.zero", p["zero"], "must be 0, 1, 2 or 3")
+    check(p["prefetch"] >= 0, "parallel.prefetch", p["prefetch"], "must be at least 0")
+    check(p["offload"] in ("none", "optimizer"), "parallel.offload", p["offload"],
+          "must be none or optimizer")
+    check(p["reduce_dtype"] in (None, "float32", "bfloat16"), "parallel.reduce_dtype",
+          p["reduce_dtype"], "must be null, float32 or bfloat16")
     axes = {axis: p[axis] for axis in parallel.AXES}
     for axis, n in axes.items():
         check(n == "auto" or (isinstance(n, int) and n >= 1), f"parallel.{axis}", n,
@@ -211,7 +217,7 @@ class Run:
     keep: list  # for each block: does forward keep its graph
     loader: data.Loader
     val: data.Tokens | None
-    tokenizer: str
+    tokenizer: str  # a name or a file, for data.load_tokenizer
     scale: torch.Tensor  # 0-d: loss scale (1 but for float16)
     good: torch.Tensor  # 0-d: steps since the loss scale changed
     bad: torch.Tensor  # 0-d: steps in a row without a finite gradient
@@ -246,10 +252,9 @@ def open_data(config, mesh):
     return sources, list(folders.values()), val
 
 
-def build(config, sizes, device):
-    """Mesh, data, model, weights, optimizer state, in the order in which each needs the last."""
+def build(config, mesh):
+    """Data, model, weights, optimizer state, in the order in which each needs the one before."""
     d, t, s = config["data"], config["train"], config["speed"]
-    mesh = parallel.build_mesh(sizes, device)
     sources, weights, val = open_data(config, mesh)  # wrong input ends here, before any weight
     cfg = resolve_model(config, sources[0])
     on_gpu = mesh.device.type == "cuda"
@@ -259,7 +264,10 @@ def build(config, sizes, device):
     loader = data.Loader(
         sources, weights, d["seq_len"], t["seed"], t["global_batch"], t["microbatch"],
         mesh.coord["data"], mesh.size["data"], d["mask_documents"], pin=on_gpu)
-    model, blocks = model_py.build(cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"])
+    p = config["parallel"]
+    model, blocks = model_py.build(
+        cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], zero=p["zero"], prefetch=p["prefetch"],
+        reduce_dtype=DTYPES.get(p["reduce_dtype"]), offload=p["offload"] == "optimizer")
     model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "full": 1}.get(s["recompute"], s["recompute"])
     layers = [not n or i % n != 0 for i in range(cfg.n_layer)]
@@ -267,7 +275,7 @@ def build(config, sizes, device):
     scale = scalar(config["optim"]["loss_scale"] if dtype == torch.float16 else 1.0,
                    blocks.master_dtype)
     return Run(config, mesh, model, blocks, model.functions(s["compile"]), [True, *layers, True],
-               loader, val, sources[0].tokenizer_name, scale, scalar(0, torch.int64),
+               loader, val, sources[0].tokenizer_path, scale, scalar(0, torch.int64),
                scalar(0, torch.int64))
 
 
@@ -373,35 +381,56 @@ def save(run):
             "tokenizer": run.tokenizer, "loss_scale": run.scale.item(), "good": run.good.item(),
             "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item()}
     root = pathlib.Path(run.config["run"]["dir"]) / "checkpoints"
-    share = (mesh.coord["grad"], mesh.size["grad"])
-    checkpoint.save(root, run.step, model_py.pieces(run.blocks, share), meta, mesh.rank, mesh.world,
-                    lambda error=None: parallel.agree(mesh, error))
+    checkpoint.save(root, run.step, model_py.pieces(run.blocks, shared=True), meta, mesh.rank,
+                    mesh.world, lambda error=None: parallel.agree(mesh, error))
     if mesh.rank == 0 and run.config["checkpoint"]["keep"] is not None:
         checkpoint.prune(root, run.config["checkpoint"]["keep"])
     return root
 
 
 def resume(run):
-    """Load the newest complete checkpoint of run.dir, if there is one. Rank 0 looks for it."""
+    """Load the newest good checkpoint of run.dir, if there is one. Rank 0 looks, all ranks load;
+    what cannot be read whole is passed over with a warning, and the one before is tried."""
     root, mesh = pathlib.Path(run.config["run"]["dir"]) / "checkpoints", run.mesh
-    path = error = None
+    paths, error = [], None
     if mesh.rank == 0 and root.exists():
         try:
-            path = checkpoint.latest(root, lambda line: say(run, f"warning: {line}"))
+            if checkpoint.latest(root, lambda line: say(run, f"warning: {line}")):
+                paths = [path for _, path in reversed(checkpoint.checkpoints(root))]
         except (ValueError, OSError) as e:
-            error = str(e)
+            error = e
     parallel.agree(mesh, error)
-    path = parallel.tell(mesh, path)
-    if path is None:
-        return False
-    meta = checkpoint.read_meta(path)
-    theirs, ours = meta["config"]["model"], run.config["model"]
+    paths = parallel.tell(mesh, paths)
+    for path in paths:
+        meta, error = checkpoint.read_meta(path), None
+        check_same_model(path, meta["config"]["model"], run.config["model"])
+        try:
+            checkpoint.load(path, model_py.pieces(run.blocks))
+        except (ValueError, OSError) as e:
+            error = e
+        try:
+            parallel.agree(mesh, error)
+        except RuntimeError as e:
+            say(run, f"warning: passed over: {e}")
+            continue
+        restore(run, meta)
+        say(run, f"resumed {path} at step {run.step}")
+        return True
+    if paths:
+        raise ValueError(f"{root}: no checkpoint there can be read; to start afresh, move it away")
+    return False
+
+
+def check_same_model(path, theirs, ours):
     differ = [f"{k} (checkpoint {theirs.get(k)!r}, config {ours[k]!r})"
               for k in ours if theirs.get(k) != ours[k] and k != "max_len"]
     if differ:
         raise ValueError(f"{path} is of another model: model.{', model.'.join(differ)}; "
                          f"choose another run.dir")
-    checkpoint.load(path, model_py.pieces(run.blocks))
+
+
+def restore(run, meta):
+    """What is not a tensor of the model or the optimizer."""
     run.blocks.refresh()
     run.step, run.samples = meta["step"], meta["samples"]
     for counters in run.blocks.steps:
@@ -411,9 +440,6 @@ def resume(run):
         run.scale.fill_(meta["loss_scale"])
     run.good.fill_(meta["good"])
     run.bad.fill_(meta["bad"])
-    say(run, f"resumed {path} at step {run.step}")
-    parallel.agree(mesh)
-    return True
 
 
 # ---------------------------------------------------------------------------------------------
@@ -625,10 +651,10 @@ def finish(run, log, stopped):
     root = save(run)
     say(run, f"checkpoint of step {run.step} in {root}")
     n = run.config["log"]["sample"]
-    if n and not stopped and run.mesh.rank == 0:
+    if n and not stopped:
         tokenizer = data.load_tokenizer(run.tokenizer)
-        text = model_py.sample(run.model, tokenizer, run.config["log"]["prompt"], n, top_k=50,
-                               seed=run.config["train"]["seed"])
+        text = model_py.sample(run.model, run.blocks, tokenizer, run.config["log"]["prompt"], n,
+                               top_k=50, seed=run.config["train"]["seed"])
         say(run, "---\n" + text)
 
 
@@ -641,7 +667,7 @@ def main(argv):
         torch.cuda.set_device(local_rank)
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
-    run = build(config, sizes, device)
+    run = build(config, parallel.build_mesh(sizes, device))
     resumed = resume(run)
     introduce(run, sizes)
     if resumed and run.step >= config["train"]["steps"]:

@@ -2,13 +2,15 @@
 
     python bench/data.py --ranks FILE [--text PATH...] [--turns 7]
 
-(a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over; its processes already
-    started) against tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
+(a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over) on two processes against
+    tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
 (b) A batch from a memory map: Loader.step against the usual idiom (map reopened, slices stacked).
 
 Prints medians of alternating runs, and the ratio with its smallest and largest turn.
 """
 import argparse
+import functools
+import itertools
 import importlib.util
 import os
 import platform
@@ -27,11 +29,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("minimesh_data", ROOT / "data.py")
 data = importlib.util.module_from_spec(spec)  # this file has the same name
-
-
-def encode_here(args):
-    """A worker's share; a forked child has the module already."""
-    return data._encode(*args)
 
 
 def timed(fn):
@@ -63,10 +60,13 @@ def tokenizing(paths, ranks, turns):
     size = sum(os.path.getsize(p) for p, _ in files) / 1e6
     tok = data.load_tokenizer(ranks)
     counts = []
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+    encode = functools.partial(data._encode, ranks, "train", 0.0)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        list(pool.map(encode, itertools.islice(data._pieces(files), 4)))  # started and loaded
+
         def ours():
-            work = [pool.submit(encode_here, (ranks, "train", 0.0, b)) for b in data._blocks(files)]
-            counts.append(sum(len(d[1]) - (d[3] is not None) for w in work for d in w.result()))
+            work = pool.map(encode, data._pieces(files))
+            counts.append(sum(len(d[1]) - (d[3] is not None) for w in work for d in w))
 
         def theirs():
             counts.append(sum(map(len, tok.bpe.encode_ordinary_batch(texts, num_threads=2))))

@@ -1,11 +1,11 @@
 """Each operation of kernels.py beside what a user would pick instead, forward + backward.
 
     python bench/ops.py                        all operations, in turns, medians and ratios
-    python bench/ops.py --only attention,loss  some of them
+    python bench/ops.py --only attention,loss
     python bench/ops.py --peak                 peak memory of the loss (the plain way wants 7 GB)
 
-A ratio below 1 means that kernels.py takes less time. Contenders take turns within one process.
-bfloat16 is timed where the device has instructions for it (or with --dtypes bfloat16).
+A ratio below 1: kernels.py takes less time. Contenders take turns within one process, on a quiet
+machine. bfloat16 is timed where the device has instructions for it (or with --dtypes bfloat16).
 """
 
 import argparse
@@ -30,10 +30,6 @@ SHAPES = {
 SCRATCH = {}
 
 
-def plain_norm(x, w):
-    return F.rms_norm(x, w.shape, w, 1e-5)
-
-
 def plain_rotary(q, k, cos, sin):
     """Hugging Face's Llama: tables of the full head width, halves swapped by cat."""
     cos, sin = (torch.cat((t, t), -1)[:, None].to(q.dtype) for t in (cos, sin))
@@ -46,21 +42,18 @@ def plain_rotary(q, k, cos, sin):
 
 
 def plain_attention(q, k, v):
+    grouped = q.shape[2] != k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return o.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def plain_loss(x, w, y, acc):
-    """The product and the loss that a user writes; the weight's gradient arrives in float32."""
     return F.cross_entropy(F.linear(x, w).float(), y, reduction="sum") / len(y)
 
 
 def our_loss(x, w, y, acc):
     scale = torch.tensor(1 / len(y), device=x.device)
-    loss = kernels.linear_cross_entropy(x, w, y, scale, weight_grad=acc, scratch=SCRATCH)
-    return loss
+    return kernels.linear_cross_entropy(x, w, y, scale, weight_grad=acc, scratch=SCRATCH)
 
 
 def cases(s, dtype, device):
@@ -73,11 +66,11 @@ def cases(s, dtype, device):
     q, k, v = (rand(*heads, s[h], s["d"]) for h in ("H", "Hkv", "Hkv"))
     tables = kernels.rope_tables(s["T"], s["d"], 1e4, device=device)
     y = torch.randint(s["V"], (N,), device=device)
-    head = rand(s["V"], s["D"], std=0.02)
+    x, head = rand(N, s["D"]), rand(s["V"], s["D"], std=0.02)
     acc = torch.zeros(head.shape, device=device)
-    x = rand(N, s["D"])
     return {
-        "rms_norm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), plain_norm, (x, rand(s["D"])), ()),
+        "rms_norm": (lambda x, w: kernels.rms_norm(x, w, 1e-5),
+                     lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (x, rand(s["D"])), ()),
         "rotary": (kernels.rotary, plain_rotary, (q, k), tables),
         "swiglu": (kernels.swiglu, lambda g, u: F.silu(g) * u,
                    (rand(N, s["ffn"]), rand(N, s["ffn"])), ()),
@@ -90,32 +83,27 @@ def once(f, inputs, rest, seeds):
     """Milliseconds of one forward + backward."""
     for t in inputs:
         t.grad = None
-    if inputs[0].is_cuda:
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if inputs[0].is_cuda else lambda: None
+    wait()
     start = time.perf_counter()
     out = f(*inputs, *rest)
     out = out if isinstance(out, tuple) else (out,)
     if not seeds:
         seeds.extend(torch.ones_like(t) if t.dim() == 0 else torch.randn_like(t) for t in out)
     torch.autograd.backward(out, seeds)
-    if inputs[0].is_cuda:
-        torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - start) * 1e3
 
 
 def duel(ours, plain, inputs, rest, seconds):
-    """Medians of alternating runs, after one warm round each."""
-    times, seeds, end = ([], []), ([], []), None
-    while end is None or time.perf_counter() < end or len(times[0]) < 3:
-        pair = [once(f, inputs, rest, seed) for f, seed in zip((ours, plain), seeds)]
-        if end is None:
-            end = time.perf_counter() + seconds
-            continue
-        for taken, t in zip(times, pair):
-            taken.append(t)
-    a, b = (statistics.median(t) for t in times)
-    low, high = (f(x / y for x, y in zip(*times)) for f in (min, max))
-    return f"{a:9.2f} {b:9.2f} {a / b:7.2f}   ({low:.2f}-{high:.2f})   {len(times[0])}"
+    """Medians of alternating runs, after one warm round."""
+    times, seeds, start = [], ([], []), time.perf_counter()
+    while time.perf_counter() < start + seconds or len(times) < 4:
+        times.append([once(f, inputs, rest, seed) for f, seed in zip((ours, plain), seeds)])
+    a, b = (statistics.median(t) for t in zip(*times[1:]))
+    ratios = sorted(x / y for x, y in times[1:])
+    low, high = (ratios[int(len(ratios) * q)] for q in (0.1, 0.9))
+    return f"{a:9.2f} {b:9.2f} {a / b:7.2f}   ({low:.2f}-{high:.2f})   {len(ratios)}"
 
 
 def peak(kind, dtype):
@@ -141,17 +129,16 @@ def main():
     slow = device == "cpu" and torch.bfloat16 in kernels.EMULATED
     names = (args.dtypes or ("float32" if slow else "float32,bfloat16")).split(",")
     if args.peak in ("ours", "plain"):
-        print(peak(args.peak, getattr(torch, names[0])))
-        return
-    print(f"{platform.processor() or platform.machine()}, {args.threads} threads, torch "
-          f"{torch.__version__}, {device}" + (", bfloat16 products emulated" if slow else ""))
+        return print(peak(args.peak, getattr(torch, names[0])))
+    facts = f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}, {device}"
+    print(facts + (", bfloat16 products emulated" if slow else ""))
     if args.peak:
         for name in names:
             command = [sys.executable, __file__, "--dtypes", name, "--peak"]
             a, b = (float(subprocess.check_output([*command, k])) for k in ("ours", "plain"))
             print(f"loss, peak MB above inputs, {name}: {a:.0f} against {b:.0f}, {a / b:.3f}")
         return
-    print(f"{'':28}{'ours ms':>9} {'plain ms':>9} {'ratio':>7}   (range)   turns")
+    print(f"{'':28}{'ours ms':>9} {'plain ms':>9} {'ratio':>7}   (10-90%)   turns")
     for shape, sizes in SHAPES.items():
         for name in names:
             for op, case in cases(sizes, getattr(torch, name), device).items():

@@ -55,7 +55,7 @@ def build(args, folder):
         "speed": {"dtype": args.dtype, "compile": args.compile, "loss_chunk": args.loss_chunk},
     }, "bench")
     sizes = train.check_config(config, 1)
-    return train.build(config, sizes, "cpu")
+    return train.build(config, parallel.build_mesh(sizes, "cpu"))
 
 
 def main():
@@ -94,5 +94,4 @@ def main():
 
 
 if __name__ == "__main__":
-    assert parallel
     main()

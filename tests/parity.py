@@ -4,7 +4,7 @@ A case is a dict of dotted config keys (and `ignore`, a rule for targets that do
 `run_case` trains it for a few steps through train.py's own build and train_step, on this process'
 place in the layout, and returns logical (unsharded) tensors."""
 
-import copy
+import dataclasses
 import itertools
 
 import torch
@@ -15,7 +15,7 @@ import train
 TINY = {
     "model.n_layer": 2, "model.d_model": 16, "model.n_head": 4, "model.n_kv_head": 2,
     "model.d_ff": 24, "model.vocab_size": 51, "model.init_std": 0.2, "data.seq_len": 12,
-    "train.global_batch": 12, "train.microbatch": 3, "train.steps": 3, "train.seed": 5,
+    "train.global_batch": 24, "train.microbatch": 6, "train.steps": 3, "train.seed": 5,
     "train.eval_sequences": 7, "optim.lr": 0.01, "optim.warmup": 2, "speed.dtype": "float64",
     "speed.compile": False, "speed.loss_chunk": 7, "speed.pad_vocab": 8,
 }
@@ -103,12 +103,26 @@ RULES = {  # (number since the run began, number in the batch, position) -> igno
 
 
 def logical(blocks, buffers):
-    """name -> the logical tensor (padding removed), from this rank's flat buffers."""
+    """name -> the logical tensor (padding removed), from all ranks' flat shards."""
     out = {}
+    if blocks.zero:
+        buffers = [parallel.all_gather(blocks.mesh, b, "shard") for b in buffers]
     for p in blocks.params:
         local = blocks.view(buffers, p)
         out[p.name] = local[tuple(slice(0, n) for n in p.full_shape)].clone()
     return out
+
+
+def mesh_of(sizes):
+    """A mesh of these sizes with an empty ledger. Its groups are made once a process: each gloo
+    group has threads, and thousands of cases would drown the machine in them."""
+    key = str(sizes)
+    if key not in MESHES:
+        MESHES[key] = parallel.build_mesh(sizes, "cpu")
+    return dataclasses.replace(MESHES[key], ledger={})
+
+
+MESHES = {}
 
 
 def prepare(case, folder):
@@ -116,7 +130,7 @@ def prepare(case, folder):
     config = config_of(case | {"data.path": str(folder)})
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     sizes = train.check_config(config, world)
-    run = train.build(copy.deepcopy(config), sizes, "cpu")
+    run = train.build(config, mesh_of(sizes))
     run.loader = Ignoring(run.loader, case.get("ignore", "none"))
     return run
 
@@ -128,11 +142,13 @@ def run_case(case, folder, steps=3, return_init=False):
     if return_init:
         out["init"] = logical(run.blocks, run.blocks.master)
     run.loader.start(0)
+    run.mesh.ledger.clear()
     for _ in range(steps):
         _, batches, pending = train.next_batch(run, False)
         count, _ = pending.wait()
         loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
         assert not skipped
+        out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
         out["loss"].append(loss)
         out["norm"].append(norm)
         out["count"].append(count)
@@ -140,27 +156,32 @@ def run_case(case, folder, steps=3, return_init=False):
     out["params"] = logical(run.blocks, run.blocks.master)
     parallel.check_replicas(run.blocks)
     out["val_loss"] = train.evaluate(run)[0]
-    out["ledger"] = {k: list(v) for k, v in run.mesh.ledger.items()}
     run.loader.close()
     return out
 
 
-def covering(options, legal=lambda case: True):
-    """A short list of cases in which every legal pair of option values occurs. `options`: key ->
-    values. Greedy: each case takes the combination that covers most pairs not yet covered."""
+def covering(options):
+    """A short list of cases in which every pair of option values occurs. `options`: key -> values.
+    Greedy: each case starts with a pair not yet covered, and every other key takes the value that
+    covers most pairs with what the case already has."""
     keys = list(options)
-    every = [dict(zip(keys, values)) for values in itertools.product(*options.values())]
-    every = [case for case in every if legal(case)]
+    left = {((k, i), (q, j)) for k, q in itertools.combinations(keys, 2)
+            for i in range(len(options[k])) for j in range(len(options[q]))}
+    order, chosen = {key: n for n, key in enumerate(keys)}, []
 
-    def pairs(case):
-        return {frozenset(p) for p in itertools.combinations(sorted(case.items(), key=str), 2)}
+    def new(case, at):
+        """How many uncovered pairs `at` = (key, index) makes with the case so far."""
+        pairs = [tuple(sorted((at, has), key=lambda kv: order[kv[0]])) for has in case.items()]
+        return sum(pair in left for pair in pairs)
 
-    left = set().union(*map(pairs, every))
-    chosen = []
     while left:
-        best = max(every, key=lambda case: len(pairs(case) & left))
-        chosen.append(best)
-        left -= pairs(best)
+        case = dict(min(left, key=lambda pair: (order[pair[0][0]], order[pair[1][0]], pair[0][1],
+                                                pair[1][1])))
+        for key in keys:
+            if key not in case:
+                case[key] = max(range(len(options[key])), key=lambda i: new(case, (key, i)))
+        left -= set(itertools.combinations([(k, case[k]) for k in keys], 2))
+        chosen.append({k: options[k][case[k]] for k in keys})
     return chosen
 
 

@@ -232,6 +232,7 @@ def test_id_beyond_vocabulary(tmp_path, shard_tokens):
         lambda: tokens.read(0, tokens.n_tokens),
         lambda: loader.step(0),
         loader.next,
+        loader.next,
     ):
         with pytest.raises(ValueError, match=r"token 12 \(byte 152\) is 300.* 257") as e:
             run()
@@ -578,7 +579,7 @@ def test_prepare_keeps_what_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("a.txt").write_text("hello")
     pathlib.Path("b.txt").write_text("other text")
-    data.prepare(["a.txt"], "out", shard_tokens=1, quiet=True)
+    data.prepare(["a.txt", "b.txt"], "out", shard_tokens=1, quiet=True)  # 2 shards
     before = {p: p.read_bytes() for p in pathlib.Path("out").iterdir()}
     with pytest.raises(ValueError, match="out/train-00000.tokens exists.*--force"):
         data.prepare(["b.txt"], "out", quiet=True)
@@ -587,6 +588,7 @@ def test_prepare_keeps_what_is_there(tmp_path, monkeypatch):
         data.prepare(["c.txt"], "out", force=True, quiet=True)
     assert {p: p.read_bytes() for p in pathlib.Path("out").iterdir()} == before
     data.prepare(["b.txt"], "out", force=True, quiet=True)
+    assert data.Tokens("out").n_tokens == 11
     assert bytes(data.Tokens("out").read(0, 10).tolist()) == b"other text"
     data.prepare(["a.txt"], "out", split="val", quiet=True)
     assert data.Tokens("out", "val").n_bytes == 5 and os.listdir("out") != []
@@ -704,7 +706,7 @@ def test_huge_files_are_cut(tmp_path, monkeypatch, kind):
             "crlf": "\r\n" * 2**17}[kind]
     monkeypatch.setattr(data, "PIECE", 2**14)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    pieces = [p for block in data._blocks([(str(tmp_path / "a.txt"), "a.txt")]) for p in block]
+    pieces = list(data._pieces([(str(tmp_path / "a.txt"), "a.txt")]))
     assert b"".join(p[2] for p in pieces).decode() == text
     assert all(p[2].decode() is not None and len(p[2]) <= 2**15 for p in pieces)
     assert [p[3] for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -762,6 +764,11 @@ def test_ranks_file(tmp_path):
     t = data.Tokens(str(tmp_path / "out"))  # the folder carries its tokenizer
     os.remove(tmp_path / "toy.tiktoken")
     again = data.load_tokenizer(t.tokenizer_path)
+    (tmp_path / "v.txt").write_text("the thing")
+    own = t.tokenizer_path
+    data.prepare([str(tmp_path / "v.txt")], tmp_path / "out", own, split="val", quiet=True)
+    val = data.Tokens(str(tmp_path / "out"), "val")
+    assert val.read(0, 5).tolist() == [257, 117, 256, 261, 267]
     assert again.name == t.tokenizer_name == tok.name and again.encode("the thing").tolist() == [
         257,
         117,
@@ -889,7 +896,7 @@ def test_tokenizer_json_refused(tmp_path, change, words):
     assert path in str(e.value) and "byte-level BPE" in str(e.value)
 
 
-def test_processes_do_not_change_the_result(tmp_path, monkeypatch):
+def test_threads_do_not_change_the_result(tmp_path, monkeypatch):
     """B107 for preparation: the same shards bit for bit, and the same as without pieces."""
     (tmp_path / "in").mkdir()
     monkeypatch.setattr(data, "PIECE", 2**14)
@@ -924,7 +931,7 @@ def test_processes_do_not_change_the_result(tmp_path, monkeypatch):
 
 
 @quick
-def test_errors_cross_processes(tmp_path, monkeypatch):
+def test_errors_cross_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "PIECE", 2**14)
     (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 2**17 + '"}\n{}\n')
     with pytest.raises(ValueError, match="a.jsonl:2"):

@@ -3,6 +3,7 @@
 import parity
 import pytest
 import reference
+import torch
 
 import data
 import train
@@ -12,18 +13,24 @@ LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 GPT2 = {"model.norm": "layernorm", "model.positions": "learned", "model.activation": "gelu",
         "model.bias": True, "model.n_kv_head": 4}
 MODELS = {
-    "llama": {"model.tied": False},
+    "llama": {"model.tied": False, "model.n_layer": 4},
     "llama3": {"model.rope_scaling": LLAMA3_ROPE, "model.rope_theta": 500.0, "model.n_kv_head": 1},
-    "qwen3": {"model.qk_norm": True, "model.d_head": 6, "model.tied": True},
+    "qwen3": {"model.qk_norm": True, "model.d_head": 6, "model.tied": True, "model.n_layer": 5},
     "gpt2": GPT2,
-    "capped": {"model.logit_softcap": 2.0, "model.z_loss": 0.05, "model.bias": True},
+    "capped": {"model.logit_softcap": 2.0, "model.z_loss": 0.05, "model.bias": True,
+               "model.dropout": 0.2},
 }
+LAYOUTS = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2), (2, 3)]  # (dp, fsdp)
+LARGE = [(4, 2), (2, 4), (8, 1), (1, 8)]
 OPTIONS = {
-    "train.microbatch": [1, 3, 5, 12],
+    "rounds": [1, 3, "uneven"],  # microbatches a step; uneven: the last is smaller
     "ignore": list(parity.RULES),
     "speed.recompute": ["none", "full", 2],
     "optim.grad_clip": [None, 0.5],
     "data.mask_documents": [False, True],
+    "parallel.zero": [0, 1, 2, 3],
+    "parallel.prefetch": [0, 1, 2],
+    "parallel.offload": ["none", "optimizer"],
 }
 
 
@@ -42,7 +49,7 @@ def tokens(tmp_path_factory):
                                         "optim.grad_clip": 0.5, "train.microbatch": 5}],
                          ids=["plain", "masked"])
 def test_one_process_is_the_reference(name, extra, tokens):
-    case = MODELS[name] | extra
+    case = MODELS[name] | extra | {"model.dropout": 0.0}
     run = parity.prepare(case, tokens)
     got = parity.run_case(case, tokens, return_init=True)
     run.loader.start(0)
@@ -68,54 +75,135 @@ def truth(tokens):
     return get
 
 
-def check(world, truth, tokens, n, case):
+def on_layout(case, dp, fsdp):
+    """The case on dp x fsdp ranks, its rounds turned into a microbatch size."""
+    case = dict(case)
+    local = parity.TINY["train.global_batch"] // (dp * fsdp)
+    rounds = case.pop("rounds", 1)
+    size = max(local * 2 // 3, 1) if rounds == "uneven" else -(-local // rounds)
+    return case | {"train.microbatch": size, "parallel.dp": dp, "parallel.fsdp": fsdp}
+
+
+def check(world, truth, tokens, dp, fsdp, case):
+    case = on_layout(case, dp, fsdp)
     want = truth(case)
-    for rank, got in enumerate(world(n).run(parity.run_case, case, str(tokens))):
+    for rank, got in enumerate(world(dp * fsdp).run(parity.run_case, case, str(tokens))):
         note = parity.compare(got, want)
         assert note is None, f"{case}: rank {rank}: {note}"
         assert got["count"] == want["count"]
-    if case.get("check_ledger", True):
-        check_ledger(got["ledger"], n, case, tokens)
+        check_ledger(got["ledger"], case, want["params"])
 
 
-def check_ledger(ledger, n, case, tokens):
-    """Stage 0 sends 2 P (n-1)/n bytes a step, P the padded gradient in float64."""
-    if n == 1:
-        assert ledger == {}
-        return
-    run = parity.prepare({k: v for k, v in case.items() if not k.startswith("parallel")}, tokens)
-    run.loader.close()
-    sizes = [-(-g.numel() // n) * n * 8 for g in run.blocks.grad]
-    calls, nbytes = ledger["grad", "all_reduce sum"]
-    assert calls == 3 * len(sizes)
-    assert nbytes == 3 * sum(2 * size * (n - 1) // n for size in sizes)
+def padded_sizes(params, pad_vocab, ranks):
+    """Elements of each block's flat buffer: parameters at multiples of 16, the vocabulary padded,
+    the whole a multiple of 16 for each rank. Also whether the block is a layer."""
+    sizes = {}
+    for name, tensor in params.items():
+        block = ".".join(name.split(".")[: 2 if name.startswith("layers") else 1])
+        rows = tensor.shape[0]
+        if name in ("embed.tokens.weight", "head.weight"):
+            rows = -(-rows // pad_vocab) * pad_vocab
+        sizes[block] = sizes.get(block, 0) + -(-rows * tensor[0].numel() // 16) * 16
+    return {b: -(-n // (16 * ranks)) * 16 * ranks for b, n in sizes.items()}
 
 
-LAYOUTS = [(1, {}), (2, {"parallel.dp": 2}), (3, {"parallel.dp": 3}), (4, {"parallel.dp": 4}),
-           (2, {"parallel.dp": 1, "parallel.fsdp": 2}), (4, {"parallel.dp": 2, "parallel.fsdp": 2})]
-ALL = parity.covering(OPTIONS | {"layout": list(range(len(LAYOUTS))), "model": list(MODELS)})
+def check_ledger(ledger, case, params):
+    """The first step's traffic is the textbook's, to the byte (DP 2P(n-1)/n; ZeRO: see Blocks)."""
+    d, f, zero = (case[f"parallel.{k}"] for k in ("dp", "fsdp", "zero"))
+    sizes = padded_sizes(params, parity.TINY["speed.pad_vocab"], d * f)
+    local = parity.TINY["train.global_batch"] // (d * f)
+    m = -(-local // case["train.microbatch"])
+    layers = [b for b in sizes if b.startswith("layers")]
+    want = {}
+
+    def add(axis, n, op, blocks, times, factor, part=1):
+        if n > 1:
+            nbytes = times * sum(factor * sizes[b] // part * 8 * (n - 1) // n for b in blocks)
+            want[axis, op] = [times * len(blocks), nbytes]
+
+    if zero == 0:
+        add("grad", d * f, "all_reduce sum", sizes, 1, 2)
+    else:
+        add("shard", f, "reduce_scatter", sizes, 1 if zero == 1 else m, 1)
+        add("dp", d, "all_reduce sum", sizes, 1, 2, f)
+        gathered = list(sizes) if zero < 3 else [*sizes, *layers[:-1]]
+        add("shard", f, "all_gather", gathered, 1 if zero < 3 else m, 1)
+    got = {k: v for k, v in ledger.items() if k[1] != "all_reduce sum (control)"
+           and k not in (("data", "all_reduce sum"), ("shard", "all_reduce sum"))}
+    assert got == want, case
+    scalars = {("data", "all_reduce sum"): d * f, ("shard", "all_reduce sum"): f if zero else 1}
+    for key, n in scalars.items():  # the loss; the squared norm
+        assert ledger.get(key, [0, 0]) == ([1, 2 * 8 * (n - 1) // n] if n > 1 else [0, 0])
+
+
+ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda c: "-".join(map(str, c.values())))
 def test_layouts_equal_one_process(case, world, truth, tokens):
     case = dict(case)
-    n, layout = LAYOUTS[case.pop("layout")]
-    check(world, truth, tokens, n, MODELS[case.pop("model")] | case | layout)
+    layout = case.pop("layout")
+    check(world, truth, tokens, *layout, MODELS[case.pop("model")] | case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)))
+@pytest.mark.parametrize("layout", LAYOUTS + LARGE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_with_every_option(name, layout, world, truth, tokens):
-    n, sizes = LAYOUTS[layout]
     for case in parity.covering(OPTIONS):
-        check(world, truth, tokens, n, MODELS[name] | case | sizes)
+        check(world, truth, tokens, *layout, MODELS[name] | case)
 
 
 @pytest.mark.quick
-def test_two_ranks(world, truth, tokens):
-    check(world, truth, tokens, 2, {"parallel.dp": 2, "ignore": "prefix", "train.microbatch": 2,
-                                    "model.dropout": 0.3})
+@pytest.mark.parametrize("zero", [0, 3])
+def test_two_ranks(zero, world, truth, tokens):
+    case = {"ignore": "prefix", "rounds": "uneven", "model.dropout": 0.3, "parallel.zero": zero}
+    check(world, truth, tokens, 1, 2, case)
+
+
+def test_stages_are_bit_equal_at_two_ranks(world, tokens):
+    """Two summands have one sum: with one microbatch and no clipping, no stage changes a bit."""
+    results = [world(2).run(parity.run_case, on_layout(
+        {"parallel.zero": zero, "optim.grad_clip": None, "speed.dtype": "float32",
+         "model.n_layer": 4}, 1, 2), str(tokens))[0] for zero in range(4)]
+    for other in results[1:]:
+        assert other["loss"] == results[0]["loss"]
+        assert all(torch.equal(other["params"][n], p) for n, p in results[0]["params"].items())
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)], ids=str)
+def test_zero_2_and_3_are_bit_equal(layout, world, tokens):
+    case = {"rounds": 3, "optim.grad_clip": 0.5, "speed.dtype": "bfloat16", "model.n_layer": 4}
+    a, b = (world(layout[0] * layout[1]).run(parity.run_case, on_layout(
+        case | {"parallel.zero": zero}, *layout), str(tokens))[0] for zero in (2, 3))
+    assert a["loss"] == b["loss"] and a["norm"] == b["norm"]
+    assert all(torch.equal(b["params"][n], p) for n, p in a["params"].items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_lower_precision_stays_near(dtype, world, truth, tokens):
+    """Every stage in the compute dtype, against one process in float64: the error of one rounding
+    of each weight and activation, and no more with more ranks."""
+    unit = {"float32": 2**-24, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
+    want = truth(on_layout({}, 1, 1))
+    for zero in range(4):
+        case = on_layout({"speed.dtype": dtype, "parallel.zero": zero, "rounds": 3}, 1, 2)
+        got = world(2).run(parity.run_case, case, str(tokens))[0]
+        for step in range(3):
+            assert abs(got["loss"][step] / want["loss"][step] - 1) < 16 * unit
+            assert abs(got["norm"][step] / want["norm"][step] - 1) < 64 * unit
+
+
+def test_bfloat16_reduction_is_asked_for_and_counted(world, truth, tokens):
+    """reduce_dtype halves the bytes of the sums (and only of those), and costs their rounding."""
+    base = {"speed.dtype": "float32", "parallel.zero": 3}
+    full, half = (world(2).run(
+        parity.run_case, on_layout(base | {"parallel.reduce_dtype": r}, 1, 2), str(tokens))[0]
+        for r in (None, "bfloat16"))
+    key = ("shard", "reduce_scatter")
+    assert half["ledger"][key] == [full["ledger"][key][0], full["ledger"][key][1] // 2]
+    assert half["ledger"]["shard", "all_gather"] == full["ledger"]["shard", "all_gather"]
+    assert 0 < abs(half["norm"][0] / full["norm"][0] - 1) < 2**-8
 
 
 def test_covering_covers_every_pair():

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +17,6 @@ FLOORS = {"kernels": set(), "data": set(), "checkpoint": set(), "parallel": set(
           "train": {"kernels", "data", "checkpoint", "parallel", "model"}}
 SHELL = {"model": {"checkpoint", "data"}}  # inside functions only: sampling from the shell
 FILES = [ROOT / f"{name}.py" for name in FLOORS]
-pytestmark = pytest.mark.quick
 
 
 def tree(path):
@@ -54,6 +55,7 @@ def test_functions_are_short_and_state_is_passed(path):
     assert all("RANK" in line for line in environ)
 
 
+@pytest.mark.quick
 def test_size():
     total = sum(len(path.read_text().splitlines()) for path in ROOT.glob("*.py"))
     assert total <= 4000, total
@@ -91,6 +93,7 @@ def test_every_config_key_is_used():
         assert key in words | checked_only, f"{section}.{key} is never read"
 
 
+@pytest.mark.quick
 def test_import_has_no_side_effect(tmp_path):
     code = f"import sys, {', '.join(FLOORS)}; print('triton' in sys.modules)"
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -146,3 +149,23 @@ def test_readme_commands_parse():
                 train.load_config(argv)
             elif word.endswith(".py"):
                 assert (ROOT / word).exists(), line
+
+
+def test_readme_commands_run(tmp_path):
+    """Every command of README that needs no cluster, no other config and no installing, in order,
+    in a copy of the project; and the default run, shortened, from nothing."""
+    copy = tmp_path / "minimesh"
+    skip = shutil.ignore_patterns(".git", ".venv", "runs", "tokens", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=skip)
+    lines = ["python train.py train.steps=2 train.eval_sequences=4 log.sample=5"]
+    skipped = ("pip install", "pytest", "configs/", "--nnodes")
+    lines += [line for line in readme_commands() if not any(word in line for word in skipped)]
+    assert len(lines) >= 6
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        launch = {"python": [sys.executable],
+                  "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
+        done = subprocess.run([*launch[words[0]], *words[1:]], cwd=copy, capture_output=True,
+                              text=True, timeout=180)
+        assert done.returncode == 0, (line, done.stderr)
+    assert (copy / "runs/default/metrics.jsonl").exists()

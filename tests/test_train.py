@@ -81,7 +81,9 @@ def test_bad_arguments(argv, words):
 @pytest.mark.quick
 @pytest.mark.parametrize("argv, world, words", [
     (["parallel.tp=2"], 2, ["parallel.tp", "2"]),
-    (["parallel.zero=3"], 1, ["parallel.zero", "3"]),
+    (["parallel.zero=4"], 1, ["parallel.zero", "4"]),
+    (["parallel.offload=all"], 1, ["parallel.offload", "all", "optimizer"]),
+    (["parallel.reduce_dtype=float16"], 1, ["parallel.reduce_dtype", "bfloat16"]),
     (["parallel.dp=2"], 4, ["2", "4", "torchrun"]),
     (["parallel.dp=auto", "parallel.fsdp=auto"], 4, ["auto"]),
     (["parallel.fsdp=3"], 4, ["3 must divide 4"]),

@@ -1,0 +1,385 @@
+"""The pieces of parallel.py by themselves: mesh, door, pairs, random bits, flat blocks."""
+
+import collections
+import math
+import subprocess
+import sys
+import textwrap
+
+import parity
+import pytest
+import torch
+
+import model
+import parallel
+import train
+
+
+def mesh_of(**sizes):
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return parity.mesh_of(parallel.layout_of(world, **sizes))
+
+
+# ---------------------------------------------------------------------------------------------
+# Mesh and door
+
+
+@pytest.mark.quick
+def test_layout_of():
+    sizes = {"pp": 1, "dp": 4, "fsdp": 3, "cp": 1, "tp": 1}
+    assert parallel.layout_of(12, dp="auto", fsdp=3) == sizes
+    assert parallel.layout_of(1, dp="auto")["dp"] == 1
+
+
+def where(sizes):
+    mesh = mesh_of(**sizes)
+    return mesh.coord, {k: v is not None for k, v in mesh.group.items()}
+
+
+def test_the_grid_is_row_major_with_tp_innermost(world):
+    for rank, (coord, groups) in enumerate(world(4).run(where, {"dp": 2, "tp": 2})):
+        assert (coord["dp"], coord["tp"]) == divmod(rank, 2)
+        assert coord["data"] == coord["grad"] == rank // 2 and coord["shard"] == 0
+        assert groups == {"pp": False, "dp": True, "fsdp": False, "cp": False, "tp": True,
+                          "data": True, "shard": False, "grad": True}
+    for rank, (coord, _) in enumerate(world(4).run(where, {"dp": 2, "fsdp": 2})):
+        assert (coord["dp"], coord["fsdp"], coord["data"]) == (rank // 2, rank % 2, rank)
+
+
+def collectives(sizes, axis, dtype):
+    """Every operation of the door on known values; what this rank received."""
+    mesh = mesh_of(**sizes)
+    r, n = mesh.coord[axis], mesh.size[axis]
+    x = torch.arange(4 * n).to(dtype) + 100 * r
+    out = {"sum": parallel.all_reduce(mesh, x.clone(), axis),
+           "max": parallel.all_reduce(mesh, x.clone(), axis, "max"),
+           "min": parallel.all_reduce(mesh, x.clone(), axis, "min"),
+           "gather": parallel.all_gather(mesh, x, axis),
+           "scatter": parallel.reduce_scatter(mesh, x, axis),
+           "scatter 2d": parallel.reduce_scatter(mesh, x.view(2 * n, 2), axis)}
+    count, stop = parallel.Pending(mesh, mesh.rank, 1).wait()
+    assert (count, stop) == (sum(range(mesh.world)), mesh.world)
+    assert parallel.tell(mesh, f"rank {mesh.rank}") == "rank 0"
+    return r, out, mesh.ledger
+
+
+@pytest.mark.parametrize("n, sizes, axis", [
+    (2, {"dp": 2}, "dp"), (3, {"fsdp": 3}, "shard"), (4, {"dp": 2, "tp": 2}, "tp"),
+    (4, {"dp": 2, "tp": 2}, "dp"), (4, {"dp": 2, "fsdp": 2}, "grad")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_collectives_on_every_axis_and_dtype(n, sizes, axis, dtype, world):
+    group = math.prod(sizes[a] for a in parallel.UNIONS.get(axis, (axis,)) if a in sizes)
+    base = torch.arange(4 * group)
+    total = base * group + 100 * sum(range(group))
+    if dtype == torch.bfloat16:  # 8 bits: sums of these integers are rounded once or twice
+        close = dict(rtol=2**-7, atol=0)
+    else:
+        close = dict(rtol=0, atol=0)
+    for r, out, ledger in world(n).run(collectives, sizes, axis, dtype):
+        torch.testing.assert_close(out["sum"].float(), total.float(), **close)
+        torch.testing.assert_close(out["max"].float(), (base + 100 * (group - 1)).to(dtype).float())
+        torch.testing.assert_close(out["min"].float(), base.to(dtype).float())
+        every = torch.cat([(base + 100 * q).to(dtype) for q in range(group)])
+        assert torch.equal(out["gather"], every)
+        mine = total[4 * r : 4 * r + 4].float()
+        torch.testing.assert_close(out["scatter"].float(), mine, **close)
+        torch.testing.assert_close(out["scatter 2d"].float(), mine.view(2, 2), **close)
+        size = base.numel() * dtype.itemsize
+        assert ledger[axis, "all_reduce sum"] == [1, 2 * size * (group - 1) // group]
+        assert ledger[axis, "all_gather"] == [1, size * (group - 1)]
+        assert ledger[axis, "reduce_scatter"] == [2, 2 * (size * (group - 1) // group)]
+
+
+@pytest.mark.quick
+def test_one_process_calls_no_collective():
+    mesh = mesh_of()
+    x = torch.ones(4)
+    assert parallel.all_reduce(mesh, x, "grad") is x and parallel.all_gather(mesh, x, "tp") is x
+    assert parallel.enter(x, mesh) is x and parallel.leave(x, mesh) is x
+    assert parallel.reduce_scatter(mesh, x, "shard") is x and mesh.ledger == {}
+    assert parallel.ledger_table(mesh) == "  nothing: one process"
+
+
+def disagree(bad):
+    mesh = mesh_of(dp="auto")
+    try:
+        parallel.agree(mesh, "the disk is full" if mesh.rank == bad else None)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(world):
+    assert world(3).run(disagree, 1) == ["rank 1: the disk is full"] * 3
+    assert world(3).run(disagree, None) == [None] * 3
+
+
+def pairs(B, T, D):
+    """enter and leave around a column and a row product, and their gradients, on this tp rank."""
+    mesh = mesh_of(tp=torch.distributed.get_world_size())
+    n, r = mesh.size["tp"], mesh.coord["tp"]
+    x, up, down = draw(B, T, D)
+    mine = x[:, r * T // n : (r + 1) * T // n].clone().requires_grad_()
+    F = up.shape[0]
+    u = up[r * F // n : (r + 1) * F // n].clone().requires_grad_()
+    d = down[:, r * F // n : (r + 1) * F // n].clone().requires_grad_()
+    h = torch.tanh(parallel.enter(mine, mesh) @ u.t())
+    y = parallel.leave(h @ d.t(), mesh)
+    (y**2).sum().backward()
+    return r, y.detach(), mine.grad, u.grad, d.grad
+
+
+def draw(B, T, D):
+    g = torch.Generator().manual_seed(3)
+    shapes = ((B, T, D), (12, D), (D, 12))
+    return [torch.randn(*s, generator=g, dtype=torch.float64) for s in shapes]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_enter_and_leave_are_conjugate(n, world):
+    x, up, down = (t.requires_grad_() for t in draw(2, 12, 5))
+    y = torch.tanh(x @ up.t()) @ down.t()
+    (y**2).sum().backward()
+    for r, got, dx, du, dd in world(n).run(pairs, 2, 12, 5):
+        rows, cut = slice(r * 12 // n, (r + 1) * 12 // n), slice(r * 12 // n, (r + 1) * 12 // n)
+        for a, b in ((got, y[:, rows]), (dx, x.grad[:, rows]), (du, up.grad[cut]),
+                     (dd, down.grad[:, cut])):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------
+# Random bits, initial weights, dropout
+
+
+def splitmix64(state):
+    """The published reference in Python's integers: one output for a state."""
+    mask = (1 << 64) - 1
+    z = state & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return z ^ (z >> 31)
+
+
+@pytest.mark.quick
+def test_mix64_is_splitmix64():
+    values = [0, 1, 2, 12345, 2**63 - 1, -1, -(2**63), 0x9E3779B97F4A7C15 - 2**64]
+    got = parallel.mix64(torch.tensor(values))
+    assert [int(g) % 2**64 for g in got] == [splitmix64(v) for v in values]
+    # the first outputs of the generator with seed 0, from its authors' site
+    assert [splitmix64(k * 0x9E3779B97F4A7C15) for k in (1, 2)] == [
+        0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@pytest.mark.quick
+def test_initial_weights_have_the_stated_moments():
+    z = model.bell(parallel.key64("x"), torch.arange(200_000))
+    assert abs(z.mean()) < 0.01 and abs(z.std() - 1) < 0.01 and z.abs().max() <= 3.4642
+    a, b = z[:-1], z[1:]
+    assert abs((a * b).mean()) < 0.01
+    other = model.bell(parallel.key64("y"), torch.arange(200_000))
+    assert abs((z * other).mean()) < 0.01
+
+
+@pytest.mark.quick
+def test_initial_weights_by_kind():
+    run = parity.prepare({"model.n_layer": 4, "model.d_model": 64, "model.d_ff": 256,
+                          "model.bias": True, "model.init_std": 0.02}, synth())
+    for p in run.blocks.params:
+        values = run.blocks.view(run.blocks.master, p)[: p.full_shape[0]]
+        if p.name.endswith("norm.weight"):
+            assert (values == 1).all()
+        elif p.name.endswith("bias"):
+            assert (values == 0).all()
+        else:
+            deep = p.name.endswith(("attn.o.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * 4) if deep else 0.02
+            assert values.std() == pytest.approx(std, rel=0.1), p.name
+
+
+def synth():
+    import tempfile
+
+    import data
+
+    folder = tempfile.mkdtemp()
+    data.synth(folder, tokens=2000, vocab=51, docs=20, seed=1)
+    data.synth(folder, tokens=300, vocab=51, docs=4, seed=2, split="val")
+    return folder
+
+
+def first_weights(case, folder):
+    run = parity.prepare(case, folder)
+    return parity.logical(run.blocks, run.blocks.master)
+
+
+def test_initial_weights_do_not_depend_on_the_layout(world):
+    folder = synth()
+    for dtype in ("float32", "float64"):
+        alone = first_weights({"speed.dtype": dtype}, folder)
+        for zero in (0, 3):
+            case = {"parallel.fsdp": 3, "parallel.dp": 1, "parallel.zero": zero,
+                    "speed.dtype": dtype}
+            for got in world(3).run(first_weights, case, folder):
+                assert all(torch.equal(got[name], alone[name]) for name in alone)
+
+
+@pytest.mark.quick
+def test_dropout_is_a_function_of_its_place():
+    layer = model.Dropout(0.25, 3)
+    layer.place = torch.tensor(3)
+    x = torch.ones(4, 10, 8)
+    index = torch.arange(40).view(4, 10)
+
+    def mask(key, index, place=3):
+        layer.place = torch.tensor(place)
+        micro = model.Micro(*[None] * 7, torch.tensor(key), index)
+        return layer(x[: len(index)], micro)
+
+    whole = mask(7, index)
+    assert whole.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert abs((whole == 0).float().mean() - 0.25) < 0.06
+    assert torch.equal(mask(7, index[2:]), whole[2:])  # another microbatch, the same tokens
+    for other in (mask(8, index), mask(7, index + 40), mask(7, index, 4)):
+        assert 0.2 < (other != whole).float().mean() < 0.6
+
+
+# ---------------------------------------------------------------------------------------------
+# Flat blocks
+
+
+@pytest.mark.quick
+def test_fingerprint_does_not_depend_on_the_cut():
+    x = torch.randn(5, 7)
+    index = parallel.logical_index((5, 7), (5, 7), (0, 0), 0, 35, "cpu")
+    whole = parallel.fingerprint(x.view(-1), index)
+    parts = torch.zeros((), dtype=torch.int64)
+    for start in range(0, 35, 8):
+        stop = min(start + 8, 35)
+        index = parallel.logical_index((5, 7), (5, 7), (0, 0), start, stop, "cpu")
+        parts += parallel.fingerprint(x.view(-1)[start:stop], index)
+    columns = torch.zeros((), dtype=torch.int64)
+    for c in (0, 4):  # cut over dim 1, the last column of the second is padding
+        local = torch.nn.functional.pad(x, (0, 1))[:, c : c + 4].contiguous()
+        index = parallel.logical_index((5, 4), (5, 7), (0, c), 0, 20, "cpu")
+        columns += parallel.fingerprint(local.view(-1), index)
+    assert whole == parts == columns
+    y = x.clone()
+    y[2, 3] += 1e-6
+    index = torch.arange(35)
+    assert parallel.fingerprint(y.view(-1), index) != whole
+    assert parallel.fingerprint(x.t().contiguous().view(-1), index) != whole
+
+
+def spoil(case, folder, name):
+    run = parity.prepare(case, folder)
+    parallel.check_replicas(run.blocks)
+    if run.mesh.coord["dp"] == 1:
+        for p in run.blocks.params:
+            data, _ = run.blocks.local(run.blocks.master, p)
+            if p.name == name and data.numel():
+                data[-1] += 1e-12
+    try:
+        parallel.check_replicas(run.blocks)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("zero, fsdp", [(0, 1), (3, 2)])
+def test_a_replica_that_differs_is_named(zero, fsdp, world):
+    case = {"parallel.dp": 2, "parallel.fsdp": fsdp, "parallel.zero": zero}
+    said = world(2 * fsdp).run(spoil, case, synth(), "layers.1.mlp.up.weight")
+    assert all(note is None or "layers.1.mlp.up.weight" in note for note in said)
+    assert said[-1] is not None
+
+
+@pytest.mark.quick
+def test_weight_decay_is_on_matrices_only():
+    """B148: with zero gradients matrices shrink by (1 - lr decay) a step, nothing else moves."""
+    run = parity.prepare({"model.bias": True, "model.norm": "layernorm"}, synth())
+    before = parity.logical(run.blocks, run.blocks.master)
+    run.blocks.begin()
+    for _ in range(10):
+        run.blocks.adamw(0.01, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
+    for name, now in parity.logical(run.blocks, run.blocks.master).items():
+        factor = (1 - 0.01 * 0.1) ** 10 if before[name].ndim == 2 else 1.0
+        torch.testing.assert_close(now, before[name] * factor, rtol=1e-12, atol=0)
+
+
+def test_a_thousand_small_gradients_add_up():
+    """B127: in bfloat16 a sum of ones stalls at 256; the accumulator is float32."""
+    run = parity.prepare({"speed.dtype": "bfloat16"}, synth())
+    run.blocks.begin()
+    ones = [torch.ones_like(t) for t in run.blocks.tensors[1]]
+    for _ in range(1000):
+        run.blocks.accumulate(1, ones)
+    assert all((t.main_grad == 1000).all() for t in run.blocks.tensors[1])
+
+
+def live(blocks):
+    """Bytes of storage held by parameters, gradients and optimizer state."""
+    names = ("weight", "piece", "master", "full_grad", "grad", "exp_avg", "exp_avg_sq")
+    tensors = [t for name in names for t in getattr(blocks, name)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def watch(case, folder):
+    """Live bytes at rest and while each block runs, forward and backward, in one step."""
+    run = parity.prepare(case, folder)
+    seen = collections.Counter()
+
+    def spy(fn):
+        def inner(x, micro):
+            seen["in a block"] = max(seen["in a block"], live(run.blocks))
+            return fn(x, micro)
+        return inner
+
+    run.fns = [spy(fn) for fn in run.fns]
+    run.loader.start(0)
+    _, batches, pending = train.next_batch(run, False)
+    train.train_step(run, batches, pending.wait()[0])
+    seen["at rest"] = live(run.blocks)
+    sizes, span = run.blocks.sizes, [hi - lo for lo, hi in run.blocks.spans]
+    return dict(seen), sizes, span
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype, c", [("float32", 4), ("bfloat16", 2)])
+def test_live_bytes_are_the_table_s(zero, dtype, c, world):
+    """At rest: weights, gradients and moments by the table of Blocks, plus the buffers that equal
+    layers take turns on. While a block runs: nothing more than that block and the next ones."""
+    case = {"parallel.dp": 1, "parallel.fsdp": 2, "parallel.zero": zero, "speed.dtype": dtype,
+            "model.n_layer": 8, "model.d_model": 32, "model.tied": False, "train.microbatch": 12}
+    seen, sizes, span = world(2).run(watch, case, synth())[0]
+    P, S, layer = sum(sizes), sum(span), sizes[1]
+    weights = c * P if zero < 3 else c * S + c * 3 * layer  # 3 = 1 + prefetch + 1
+    grads = 4 * P if zero < 2 else 4 * S + 4 * 2 * layer
+    state = (8 if c == 4 else 12) * (P if zero == 0 else S)
+    assert seen["at rest"] == weights + grads + state
+    ends = sizes[0] + sizes[-1]
+    assert seen["in a block"] <= weights + grads + state + (c + 4) * ends
+
+
+# ---------------------------------------------------------------------------------------------
+# Executor
+
+
+@pytest.mark.quick
+def test_accumulation_is_a_schedule():
+    assert parallel.accumulate_schedule(2) == [("forward", 0), ("backward", 0), ("forward", 1),
+                                               ("backward", 1)]
+
+
+def test_a_crash_on_one_rank_ends_all_within_seconds(tmp_path):
+    """B141: torchrun with an exception on rank 1: the job fails and shows that rank's exception."""
+    script = tmp_path / "crash.py"
+    script.write_text(textwrap.dedent(f"""
+        import sys; sys.path.insert(0, {str(parity.__file__.rsplit("/", 2)[0])!r})
+        import parallel, torch
+        rank, world, _ = parallel.start("cpu")
+        mesh = parallel.build_mesh(parallel.layout_of(world, dp="auto"), "cpu")
+        if rank == 1:
+            raise OSError("no such luck")
+        parallel.all_reduce(mesh, torch.ones(1), "dp")
+    """))
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*line, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "no such luck" in done.stderr
