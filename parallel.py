@@ -82,6 +82,12 @@ def stop():
         dist.destroy_process_group()
 
 
+def lost_peer(error):
+    """Does the error only say that another rank has ended?"""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, dist.DistBackendError) or any(word in str(error) for word in words)
+
+
 def layout_of(world, **sizes):
     """Complete axis sizes from {axis: int or "auto"}; absent axes are 1. At most one of dp and
     fsdp may be "auto": it takes what the others leave of `world`. Raises ValueError."""

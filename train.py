@@ -661,8 +661,13 @@ def finish(run, log, stopped):
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world, local_rank = parallel.start(device)
-    config = load_config(argv)
-    sizes = check_config(config, world)
+    try:
+        config = load_config(argv)
+        sizes = check_config(config, world)
+    except ValueError:
+        if rank > 0:
+            return 2  # every rank has found the same mistake: one of them says so
+        raise
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     if config["speed"]["threads"]:
@@ -690,8 +695,11 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         code = 2
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if parallel.lost_peer(error):  # whoever failed first shows the traceback
+            print(f"train.py: a rank it waited for is gone: {error!s:.100}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         code = 1
     parallel.stop()
     sys.exit(code)

@@ -2,7 +2,7 @@
 
     python bench/data.py --ranks FILE [--text PATH...] [--turns 7]
 
-(a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over) on two processes against
+(a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over), 2 processes, against
     tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
 (b) A batch from a memory map: Loader.step against the usual idiom (map reopened, slices stacked).
 
@@ -10,8 +10,8 @@ Prints medians of alternating runs, and the ratio with its smallest and largest 
 """
 import argparse
 import functools
-import itertools
 import importlib.util
+import itertools
 import os
 import platform
 import statistics

@@ -71,7 +71,7 @@ def ours(text, folder, seconds):
         rates = [r["tokens_per_second"] for r in rows if "loss" in r][1:]
         took = sum(100 * 12 * 64 / rate for rate in rates)
         if name == "probe":
-            steps = int(seconds / (took / 300))
+            steps = int(0.93 * seconds / (took / 300))  # a shared machine varies
     return rows[-1]["val_loss"], took, steps
 
 

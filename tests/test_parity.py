@@ -147,11 +147,18 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS + LARGE, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout_with_every_option(name, layout, world, truth, tokens):
+def test_every_layout_with_every_pair_of_options(name, layout, world, truth, tokens):
     for case in parity.covering(OPTIONS):
         check(world, truth, tokens, *layout, MODELS[name] | case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LARGE, ids=str)
+def test_eight_ranks_with_every_pair_of_options(layout, world, truth, tokens):
+    for case in parity.covering(OPTIONS | {"model": list(MODELS)}):
+        check(world, truth, tokens, *layout, MODELS[case["model"]] | case)
 
 
 @pytest.mark.quick

@@ -1,0 +1,162 @@
+"""model.py: sampling, counting, compilation, and the pieces the parity tests do not reach."""
+
+import parity
+import pytest
+import torch
+import torch._dynamo
+
+import data
+import model
+import parallel
+import train
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    data.synth(folder, tokens=2000, vocab=51, docs=20, seed=1)
+    data.synth(folder, tokens=300, vocab=51, docs=4, seed=2, split="val")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------
+# Drawing a token
+
+
+def frequencies(logits, n=4000, **choices):
+    generator = torch.Generator().manual_seed(0)
+    drawn = model.pick(logits.expand(n, -1), generator=generator, **choices)
+    return torch.bincount(drawn, minlength=logits.shape[-1]) / n
+
+
+@pytest.mark.quick
+def test_pick_draws_from_the_softmax():
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    for temperature in (0.5, 1.0, 2.0):
+        got = frequencies(logits, temperature=temperature, top_k=None, top_p=None)
+        torch.testing.assert_close(got, (logits[0] / temperature).softmax(-1), atol=0.03, rtol=0)
+    assert model.pick(logits, 0, None, None, None).item() == 3
+
+
+@pytest.mark.quick
+def test_top_k_and_top_p_keep_the_likeliest():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
+    two = frequencies(logits, temperature=1.0, top_k=2, top_p=None)
+    torch.testing.assert_close(two, torch.tensor([0.625, 0.375, 0, 0]), atol=0.03, rtol=0)
+    # 0.5 does not reach 0.6, 0.5 + 0.3 does: two stay
+    nucleus = frequencies(logits, temperature=1.0, top_k=None, top_p=0.6)
+    torch.testing.assert_close(nucleus, torch.tensor([0.625, 0.375, 0, 0]), atol=0.03, rtol=0)
+    one = frequencies(logits, temperature=1.0, top_k=None, top_p=0.01)
+    assert one[0] == 1 and frequencies(logits, temperature=1.0, top_k=9, top_p=1.0)[3] > 0
+
+
+@pytest.mark.quick
+def test_generation_never_draws_padding_and_stops(tokens):
+    run = parity.prepare({"speed.pad_vocab": 64, "speed.dtype": "float32"}, tokens)
+    start = torch.zeros(2, 3, dtype=torch.int64)
+    out = model.generate(run.model, run.blocks, start, 40, temperature=5.0)
+    assert out.shape == (2, 43) and out.max() < 51 and out.min() >= 0
+    again = model.generate(run.model, run.blocks, start, 40, temperature=5.0)
+    assert torch.equal(out, again)
+    greedy = model.generate(run.model, run.blocks, start[:1], 1, temperature=0)
+    ended = model.generate(run.model, run.blocks, start[:1], 40, temperature=0,
+                           stop=greedy[0, -1].item())
+    assert ended.shape == (1, 4)
+
+
+def sample_on(case, folder):
+    run = parity.prepare(case, folder)
+    return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 12, top_k=9)
+
+
+def test_every_rank_of_a_sharded_model_draws_the_same(tokens, world):
+    alone = sample_on({}, tokens)
+    case = {"parallel.zero": 3, "parallel.fsdp": 2, "parallel.dp": 1}
+    for got in world(2).run(sample_on, case, str(tokens)):
+        assert torch.equal(got, alone)
+
+
+# ---------------------------------------------------------------------------------------------
+# Counting
+
+
+@pytest.mark.quick
+def test_flops_are_those_of_the_matrix_products(tokens):
+    """Counted by torch's own counter on a forward, three times it is forward and backward; causal
+    attention is half of what the counter sees of the square."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case = {"speed.dtype": "float32", "model.n_layer": 3, "speed.pad_vocab": 1}
+    run = parity.prepare(case, tokens)
+    cfg, T = run.model.cfg, 12
+    ids = torch.zeros(2, T, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        x = None
+        for _, block in run.model.named_blocks():
+            x = block.logits(x) if block is run.model.head else block(x, run.model.micro(ids))
+    by_op = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in by_op.items() if "mm" in str(op) and "bmm" not in str(op))
+    attention = 12 * cfg.n_layer * cfg.n_head * cfg.d_head * (T + 1) / 2
+    assert model.flops_per_token(cfg, T) == 3 * products / ids.numel() + attention
+
+
+@pytest.mark.quick
+def test_parameter_table(capsys):
+    cfg = model.ModelConfig(**train.load_config([])["model"] | {"vocab_size": 257, "max_len": 256})
+    model.print_table(cfg, 256)
+    rows = capsys.readouterr().out.splitlines()
+    counts = [int(row.split()[-1].replace(",", "")) for row in rows[1:-2]]
+    assert sum(counts) == int(rows[-2].split()[-1].replace(",", ""))
+    by_hand = 257 * 192 + 4 * (2 * 192 + 2 * 192 * 192 + 2 * 192 * 96 + 3 * 192 * 512) + 192
+    assert sum(counts) == by_hand
+
+
+# ---------------------------------------------------------------------------------------------
+# Compilation
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside dynamo
+@pytest.mark.parametrize("extra", [{}, {"model.dropout": 0.2, "data.mask_documents": True},
+                                   {"model.norm": "layernorm", "model.activation": "gelu",
+                                    "model.positions": "learned", "model.bias": True}],
+                         ids=["llama", "dropout and documents", "gpt2"])
+def test_one_compilation_serves_all_layers(extra, tokens):
+    """Whole-graph, forward and backward, no break; once for all layers and steps; same numbers."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    case = extra | {"model.n_layer": 4}
+    plain = parity.prepare(case, tokens)
+    run = parity.prepare(case, tokens)
+    forward = torch.compile(model.Layer.forward, dynamic=False, fullgraph=True, backend=backend)
+    layers = [lambda x, micro, layer=layer: forward(layer, x, micro) for layer in run.model.layers]
+    run.fns = [run.model.embed, *layers, run.model.head]
+    for r in (plain, run):
+        r.loader.start(0)
+    for _ in range(2):
+        losses = []
+        for r in (plain, run):
+            _, batches, pending = train.next_batch(r, False)
+            losses.append(train.train_step(r, batches, pending.wait()[0])[0].item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    kinds = 2 if extra.get("data.mask_documents") else 1  # batches with and without boundaries
+    assert 1 <= len(graphs) <= kinds
+    for a, b in zip(plain.blocks.master, run.blocks.master):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.quick
+def test_recomputation_saves_what_it_says(tokens):
+    """With full recomputation forward keeps each layer's input and no graph; every second: half."""
+    for recompute, kept in (("none", 4), ("full", 0), (2, 2)):
+        run = parity.prepare({"model.n_layer": 4, "speed.recompute": recompute}, tokens)
+        batch = run.loader.loader.step(0)[0]
+        micro = train.to_device(run, batch, torch.ones(()))
+        run.blocks.begin()
+        _, saved = parallel.forward(run.fns, run.blocks, micro, run.keep, True, False)
+        graphs = [y is not None and y.grad_fn is not None for _, y in saved[1:-1]]
+        assert sum(graphs) == kept
