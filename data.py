@@ -522,10 +522,14 @@ def sample_at(seed, n, n_windows, weights=(1.0,)):
     """(source, epoch, window) of sample number n since the run began, an integer or an array. A
     source goes through its windows in a new random order each epoch, without replacement."""
     n, n_windows, weights = np.asarray(n), tuple(n_windows), tuple(weights)
+    block, at = np.divmod(n, BLOCK)
+    low, high = int(block.min()), int(block.max())
+    if low == high:  # nearly always
+        return _block(seed, low, n_windows, weights)[:, at]
     out = np.empty((3, *n.shape), np.int64)
-    for b in {*(n // BLOCK).ravel().tolist()}:
-        here = n // BLOCK == b
-        out[:, here] = _block(seed, b, n_windows, weights)[:, n[here] % BLOCK]
+    for b in range(low, high + 1):
+        here = block == b
+        out[:, here] = _block(seed, b, n_windows, weights)[:, at[here]]
     return out
 
 
@@ -556,7 +560,8 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
         for s in {*source.tolist()}:
             rows[source == s] = sources[s].rows(at[source == s], seq_len + 1)
     tokens, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-    pos = np.zeros_like(tokens) + span
+    pos, n_valid = np.empty_like(tokens), targets.size
+    pos[:] = span
     targets[len(window) if real is None else real :] = IGNORE
     if mask_documents:
         begins = np.zeros(rows.shape, bool)
@@ -565,10 +570,11 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
         targets[begins[:, 1:]] = IGNORE  # by place: an eot is a target, what comes after it is not
         lo = np.maximum.accumulate(np.where(begins[:, :-1], span, 0), axis=1)
         pos, lo = pos - lo, lo.astype(np.int32) if lo.any() else None
+    if mask_documents or real is not None:
+        n_valid = int(np.count_nonzero(targets != IGNORE))
     put = (lambda a: from_numpy(a).pin_memory()) if pin else from_numpy
     return Batch(put(tokens), put(targets), put(pos), None if lo is None else put(lo),
-                 put(sample.astype(np.int64)), int(np.count_nonzero(targets != IGNORE)),
-                 "causal" if lo is None else "other")
+                 put(sample.astype(np.int64)), n_valid, "causal" if lo is None else "other")
 
 
 class Loader:

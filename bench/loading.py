@@ -1,6 +1,6 @@
 """What data.py costs against what a user would pick instead, on the same two cores, taking turns.
 
-    python bench/data.py --ranks FILE [--text PATH...] [--turns 7]
+    python bench/loading.py --ranks FILE [--text PATH...] [--turns 7]
 
 (a) Tokenizing: the tokens of `data.prepare`'s path (read, encode, hand over), 2 processes, against
     tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
@@ -10,11 +10,11 @@ Prints medians of alternating runs, and the ratio with its smallest and largest 
 """
 import argparse
 import functools
-import importlib.util
 import itertools
 import os
 import platform
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
@@ -26,9 +26,8 @@ import numpy as np
 import tiktoken
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("minimesh_data", ROOT / "data.py")
-data = importlib.util.module_from_spec(spec)  # this file has the same name
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import data  # noqa: E402
 
 
 def timed(fn):
@@ -103,7 +102,6 @@ def main():
                                                   for g in ("*.py", "[a-rt-z]*/*.py")])
     ap.add_argument("--turns", type=int, default=7)
     args = ap.parse_args()
-    spec.loader.exec_module(data)
     torch.set_num_threads(1)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
           f"numpy {np.__version__}, torch {torch.__version__}, tiktoken {tiktoken.__version__}")
