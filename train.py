@@ -700,6 +700,6 @@ if __name__ == "__main__":
             print(f"train.py: a rank it waited for is gone: {error!s:.100}", file=sys.stderr)
         else:
             traceback.print_exc()
-        code = 1
+        sys.exit(1)  # without a farewell to ranks that may be gone
     parallel.stop()
     sys.exit(code)

@@ -138,10 +138,20 @@ def prepare(case, folder):
 def run_case(case, folder, steps=3, return_init=False):
     """Train `steps` steps; the result is the same on every rank."""
     run = prepare(case, folder)
-    out = {"loss": [], "norm": [], "grads": [], "count": []}
+    init = logical(run.blocks, run.blocks.master) if return_init else None
+    out = go(run, steps)
     if return_init:
-        out["init"] = logical(run.blocks, run.blocks.master)
-    run.loader.start(0)
+        out["init"] = init
+    parallel.check_replicas(run.blocks)
+    out["val_loss"] = train.evaluate(run)[0]
+    run.loader.close()
+    return out
+
+
+def go(run, steps):
+    """`steps` steps from where the run is; losses, norms, logical gradients and parameters."""
+    out = {"loss": [], "norm": [], "grads": [], "count": []}
+    run.loader.start(run.samples)
     run.mesh.ledger.clear()
     for _ in range(steps):
         _, batches, pending = train.next_batch(run, False)
@@ -154,8 +164,22 @@ def run_case(case, folder, steps=3, return_init=False):
         out["count"].append(count)
         out["grads"].append(logical(run.blocks, run.blocks.grad))
     out["params"] = logical(run.blocks, run.blocks.master)
-    parallel.check_replicas(run.blocks)
-    out["val_loss"] = train.evaluate(run)[0]
+    return out
+
+
+def run_and_save(case, folder, root, steps):
+    """Train `steps` steps and write a checkpoint into root."""
+    run = prepare(case | {"run.dir": root}, folder)
+    go(run, steps)
+    train.save(run)
+    run.loader.close()
+
+
+def resume_and_run(case, folder, root, steps):
+    """Load the newest checkpoint of root, on this layout, and train `steps` more."""
+    run = prepare(case | {"run.dir": root}, folder)
+    assert train.resume(run)
+    out = go(run, steps)
     run.loader.close()
     return out
 

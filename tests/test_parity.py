@@ -146,6 +146,26 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
     check(world, truth, tokens, *layout, MODELS[case.pop("model")] | case)
 
 
+SAVES = [(1, 1), (2, 1), (1, 3), (2, 2)]  # (dp, fsdp) that save, then those that resume
+PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES, "model": ["llama", "capped"],
+                         "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]})
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda c: "-".join(map(str, c.values())))
+def test_saved_on_one_layout_resumed_on_another(case, world, tokens, tmp_path):
+    """Two steps here and two there are the four steps of one process."""
+    base = MODELS[case["model"]] | {"train.steps": 4, "optim.grad_clip": 0.5}
+    want = parity.run_case(on_layout(base, 1, 1), tokens, 4)
+    for layout, zero, fn in ((case["saved"], case["zeros"][0], parity.run_and_save),
+                             (case["resumed"], case["zeros"][1], parity.resume_and_run)):
+        here = on_layout(base | {"parallel.zero": zero}, *layout)
+        n = layout[0] * layout[1]
+        results = world(n).run(fn, here, str(tokens), str(tmp_path), 2)
+    for got in results:
+        tail = {k: want[k][2:] for k in ("loss", "norm", "grads")} | {"params": want["params"]}
+        assert parity.compare(got, tail) is None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
