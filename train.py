@@ -219,6 +219,7 @@ class Run:
     val: data.Tokens | None
     tokenizer: str  # a name or a file, for data.load_tokenizer
     scale: torch.Tensor  # 0-d: loss scale (1 but for float16)
+    drop_key: torch.Tensor  # 0-d: of the seed; dropout's masks follow from it and the step
     good: torch.Tensor  # 0-d: steps since the loss scale changed
     bad: torch.Tensor  # 0-d: steps in a row without a finite gradient
     step: int = 0
@@ -275,8 +276,9 @@ def build(config, mesh):
     scale = scalar(config["optim"]["loss_scale"] if dtype == torch.float16 else 1.0,
                    blocks.master_dtype)
     return Run(config, mesh, model, blocks, model.functions(s["compile"]), [True, *layers, True],
-               loader, val, sources[0].tokenizer_path, scale, scalar(0, torch.int64),
-               scalar(0, torch.int64))
+               loader, val, sources[0].tokenizer_path, scale,
+               scalar(parallel.key64("dropout", t["seed"]), torch.int64),
+               scalar(0, torch.int64), scalar(0, torch.int64))
 
 
 def resolve_model(config, tokens):
@@ -314,8 +316,7 @@ def train_step(run, batches, count):
     """One optimizer step on `batches`, whose global batch has `count` target tokens. Returns
     device scalars [loss, gradient norm, 1 if the step was skipped, such steps in a row]."""
     optim, blocks, mesh = run.config["optim"], run.blocks, run.mesh
-    key = parallel.key64("dropout", run.config["train"]["seed"], run.step)
-    drop_key = torch.tensor(key, device=mesh.device) if run.model.cfg.dropout else None
+    drop_key = parallel.mix64(run.drop_key + run.step)
     scale = run.scale / max(count, 1)
     micros = [to_device(run, b, scale, drop_key) for b in batches]
     blocks.begin()
