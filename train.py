@@ -522,7 +522,7 @@ class Log:
         if metrics.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        before, self.waiting = self.waiting, (step, host, event)
+        before, self.waiting = self.waiting, (step, host, event, time.perf_counter())
         if before:
             self.read(*before)
 
@@ -531,7 +531,7 @@ class Log:
             self.read(*self.waiting)
         self.waiting = None
 
-    def read(self, step, host, event):
+    def read(self, step, host, event, now):
         """All ranks see the same numbers, so all end the run at the same step."""
         if event:
             event.synchronize()
@@ -543,7 +543,6 @@ class Log:
             raise RuntimeError(f"{limit} steps in a row without a finite gradient, the last {step}")
         if step % self.every and step != self.steps and step != 1:
             return
-        now = time.perf_counter()
         rate = (step - self.at) * self.tokens_per_step / max(now - self.clock, 1e-9)
         left = (self.steps - step) * (now - self.began[0]) / max(step - self.began[1], 1)
         self.clock, self.at = now, step
