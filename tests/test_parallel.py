@@ -314,6 +314,51 @@ def test_a_thousand_small_gradients_add_up():
     assert all((t.main_grad == 1000).all() for t in run.blocks.tensors[1])
 
 
+class Sometimes(torch.nn.Module):
+    """`extra` takes part only where a microbatch says so; `never` in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = torch.nn.Parameter(torch.empty(8, 8))
+        self.extra = torch.nn.Parameter(torch.empty(8, 8))
+        self.never = torch.nn.Parameter(torch.empty(3))
+
+    def forward(self, x, use_extra):
+        y = x @ self.always
+        return torch.tanh(y + x @ self.extra if use_extra else y)
+
+
+def conditional(zero, dtype, ranks=None):
+    """Gradients after three microbatches a rank; `extra` is used in one of them on rank 1 only.
+    Without `ranks` this process is a rank; with it, one process that does all their work."""
+    mesh = mesh_of(fsdp=1 if ranks else torch.distributed.get_world_size())
+    with torch.device("meta"):
+        modules = [torch.nn.Linear(4, 8), Sometimes(), torch.nn.Linear(8, 1)]
+    blocks = parallel.Blocks(list(zip("abc", modules)), mesh, dtype, zero=zero)
+    for p in blocks.params:
+        values, start = blocks.local(blocks.master, p)
+        values.copy_(torch.arange(start, start + values.numel()).sin())
+    blocks.refresh()
+    first, middle, last = modules
+    fns = [lambda _, m: first(m[0]), lambda x, m: middle(x, m[1]), lambda x, m: last(x).sum()]
+    batches = [((torch.arange(20) * (r + 2 * j + 1)).cos().view(5, 4).to(dtype), (r, j) == (1, 1))
+               for r in (range(ranks) if ranks else [mesh.rank]) for j in range(3)]
+    blocks.begin()
+    parallel.run(parallel.accumulate_schedule(len(batches)), fns, blocks, batches)
+    return parity.logical(blocks, blocks.grad)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parameters_that_are_used_sometimes_or_never(zero, world):
+    """B072: no hang, no error, the gradient of one process; zero where a parameter was not used."""
+    want = conditional(0, torch.float64, ranks=2)
+    for got in world(2).run(conditional, zero, torch.float64):
+        assert all(parity.agree(name, got[name], g, 1.0) is None for name, g in want.items())
+        assert (got["b.never"] == 0).all() and (got["b.extra"] != 0).any()
+    for got in world(2).run(conditional, zero, torch.bfloat16):
+        assert all(torch.isfinite(g).all() for g in got.values())
+
+
 def live(blocks):
     """Bytes of storage held by parameters, gradients and optimizer state."""
     names = ("weight", "piece", "master", "full_grad", "grad", "exp_avg", "exp_avg_sq")
