@@ -20,7 +20,6 @@ import torch
 import checkpoint
 from checkpoint import Box, Piece
 
-pytestmark = pytest.mark.quick
 ROOT = pathlib.Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
           torch.uint8, torch.bool]
@@ -134,6 +133,7 @@ SHAPES = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (1, 1), (3, 0), (2, 3, 4
           (1, 3, 2), (2, 2, 1), (2, 3, 2, 2), (1, 2, 1, 3), (2, 1, 3, 2)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_boxes_hold_every_slice_of_every_shape(shape):
     index = np.arange(math.prod(shape)).reshape(shape)
@@ -149,6 +149,7 @@ def test_boxes_hold_every_slice_of_every_shape(shape):
         assert seen == list(range(start, stop))
 
 
+@pytest.mark.quick
 def test_boxes_refuse_what_is_no_slice():
     for start, stop, shape in [(-1, 2, (3,)), (2, 1, (3,)), (0, 4, (3,)), (0, 2, ()),
                                (0, 1, (0, 3))]:
@@ -156,6 +157,7 @@ def test_boxes_refuse_what_is_no_slice():
             checkpoint.boxes(start, stop, shape)
 
 
+@pytest.mark.quick
 def test_a_cover_is_recognized():
     """All sets of up to 3 boxes in a 2 x 3 matrix, against counting elements."""
     sides = [[(o, n) for o in range(d) for n in range(1, d - o + 1)] for d in (2, 3)]
@@ -184,6 +186,7 @@ def test_a_cover_is_recognized():
 # Any layout to any other
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("writers", [1, 2, 3, 4])
 def test_every_number_of_ranks_loads_what_any_other_saved(tmp_path, writers):
     tensors = state(writers)
@@ -217,6 +220,7 @@ def tp_pieces(full, dim, tp, dp, rank, data=None):
     return Piece("param/w", data, a, tuple(local.shape), tuple(offset), tuple(full.shape))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_cut_with_padding(tmp_path, dim):
     full = torch.arange(35.0).view(5, 7) + 1
@@ -235,6 +239,7 @@ def test_a_cut_with_padding(tmp_path, dim):
                 assert torch.equal(got.data, want.data)
 
 
+@pytest.mark.quick
 def test_load_converts_dtype_and_reads_in_place(tmp_path):
     path, tensors = simple(tmp_path, 3)
     for dtype in (torch.float64, torch.bfloat16):
@@ -249,6 +254,7 @@ def test_load_converts_dtype_and_reads_in_place(tmp_path):
     assert torch.equal(weight, torch.full((12,), 3.0))
 
 
+@pytest.mark.quick
 def test_load_names_what_does_not_fit(tmp_path):
     path, tensors = simple(tmp_path, 1)
     with pytest.raises(ValueError, match=r"not hold 2 of 4 tensors: param/u, param/v$"):
@@ -267,6 +273,7 @@ def test_load_names_what_does_not_fit(tmp_path):
         checkpoint.load(tmp_path / "nowhere", whole(tensors))
 
 
+@pytest.mark.quick
 def test_an_index_with_a_hole_is_not_loaded(tmp_path):
     path, tensors = simple(tmp_path, 1)
     index = json.loads((path / "index.json").read_text())
@@ -276,6 +283,7 @@ def test_an_index_with_a_hole_is_not_loaded(tmp_path):
         checkpoint.load(path, whole(tensors))
 
 
+@pytest.mark.quick
 def test_only_the_needed_bytes_are_read(tmp_path):
     """Outside of what is asked for the file is spoilt: without verify the load does not notice."""
     full = torch.arange(4096.0 * 8).view(4096, 8)
@@ -295,6 +303,7 @@ def test_only_the_needed_bytes_are_read(tmp_path):
 # What a save refuses
 
 
+@pytest.mark.quick
 def test_meta_that_json_would_change_is_refused(tmp_path):
     meta = {"lr": 0.1, "n": 2**60, "none": None, "list": [1, 2.5], "config": {"a": True}, "s": "ä"}
     tensors = {"param/x": torch.ones(2)}
@@ -306,6 +315,7 @@ def test_meta_that_json_would_change_is_refused(tmp_path):
     assert checkpoint.checkpoints(tmp_path) == [(1, path)]
 
 
+@pytest.mark.quick
 def test_boxes_that_overlap_or_leave_a_hole_are_refused_on_all_ranks(tmp_path):
     full = {"param/w": torch.arange(12.0).view(3, 4)}
     for cuts in ([0, 5, 11], [1, 5, 12]):  # a hole at the end, at the beginning
@@ -323,6 +333,7 @@ def test_boxes_that_overlap_or_leave_a_hole_are_refused_on_all_ranks(tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))  # a refused save gives the space back
 
 
+@pytest.mark.quick
 def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path):
     def fn(r, agree):
         data = torch.zeros(4, dtype=[torch.float32, torch.float64][r])
@@ -368,6 +379,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_with_its_name(tmp_path, kind):
     old, tensors = simple(tmp_path, 5)
@@ -393,6 +405,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_name(tmp_path, kind):
     assert checkpoint.latest(tmp_path, lines.append) == new
 
 
+@pytest.mark.quick
 def test_every_flipped_byte_of_the_data_is_found(tmp_path):
     path, tensors = simple(tmp_path, 7)
     index = checkpoint.read_index(path)
@@ -407,6 +420,7 @@ def test_every_flipped_byte_of_the_data_is_found(tmp_path):
     assert_holds(path, tensors)
 
 
+@pytest.mark.quick
 def test_nothing_there_is_no_checkpoint(tmp_path):
     for root in (tmp_path, tmp_path / "none"):
         assert checkpoint.latest(root, pytest.fail) is None
@@ -421,6 +435,7 @@ def numbers(root):
     return [step for step, _ in checkpoint.checkpoints(root)]
 
 
+@pytest.mark.quick
 def test_order_is_by_number_and_strays_are_ignored(tmp_path):
     made, _ = simple(tmp_path / "elsewhere", 1)
     for name in ("step_900", "step_1000", "step_9000", "step_10000", "step_backup", "step_7e9.tmp"):
@@ -432,6 +447,7 @@ def test_order_is_by_number_and_strays_are_ignored(tmp_path):
     assert (tmp_path / "step_backup").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keep, every, left", [
     (1, None, [5]), (3, None, [3, 4, 5]), (5, None, [1, 2, 3, 4, 5]), (99, None, [1, 2, 3, 4, 5]),
     (None, None, [1, 2, 3, 4, 5]), (1, 2, [2, 4, 5]), (2, 3, [3, 4, 5]), (1, 1, [1, 2, 3, 4, 5])])
@@ -443,6 +459,7 @@ def test_prune_keeps_what_it_says(tmp_path, keep, every, left):
     assert len(list(tmp_path.iterdir())) == len(left)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keep, every", [(0, None), (-1, None), (1, 0), (1.5, None), (True, None)])
 def test_prune_refuses_what_is_no_count(tmp_path, keep, every):
     simple(tmp_path, 1, world=1)
@@ -451,6 +468,7 @@ def test_prune_refuses_what_is_no_count(tmp_path, keep, every):
     assert numbers(tmp_path) == [1]
 
 
+@pytest.mark.quick
 def test_what_was_just_written_stays_beside_an_older_run(tmp_path):
     """Another run's step 600 and 700 were there: the last by number and by time are kept."""
     simple(tmp_path, 600, world=1)
@@ -462,6 +480,7 @@ def test_what_was_just_written_stays_beside_an_older_run(tmp_path):
         assert numbers(tmp_path) == left
 
 
+@pytest.mark.quick
 def test_prune_leaves_the_unfinished_and_the_damaged_alone_unless_old(tmp_path):
     old, damaged, running = (tmp_path / f"step_{n:09d}" for n in (3, 4, 9))
     for step in (3, 4, 5):
@@ -479,6 +498,7 @@ def test_prune_leaves_the_unfinished_and_the_damaged_alone_unless_old(tmp_path):
     assert numbers(tmp_path) == [5] and damaged.exists() and running.exists()
 
 
+@pytest.mark.quick
 def test_prune_that_dies_half_way_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     for step in (1, 2):
         simple(tmp_path, step, world=1)
@@ -494,6 +514,7 @@ def test_prune_that_dies_half_way_leaves_no_half_checkpoint(tmp_path, monkeypatc
 # Crashes and full disks
 
 
+@pytest.mark.quick
 def test_a_step_is_replaced_by_files_of_other_names(tmp_path):
     path, _ = simple(tmp_path, 4, value=1, world=3)
     for value, world in ((2, 2), (3, 3), (4, 1)):
@@ -507,6 +528,7 @@ def test_a_step_is_replaced_by_files_of_other_names(tmp_path):
         assert len(files) == world + 2
 
 
+@pytest.mark.quick
 def test_an_interrupted_save_of_the_step_does_not_hang_the_next(tmp_path):
     left = tmp_path / "step_000000010"
     left.mkdir()
@@ -540,6 +562,7 @@ class FullDisk:
         self.file.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("existing", [False, True], ids=["new step", "step again"])
 def test_a_full_disk_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path, monkeypatch, existing):
     old, before = simple(tmp_path, 5)
@@ -570,6 +593,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path, monk
     assert_holds(path, tensors)
 
 
+@pytest.mark.quick
 def test_one_rank_that_can_not_write_stops_all(tmp_path, monkeypatch):
     old, before = simple(tmp_path, 5)
     write = checkpoint.write_safetensors
@@ -587,11 +611,13 @@ def test_one_rank_that_can_not_write_stops_all(tmp_path, monkeypatch):
     assert not list((tmp_path / "step_000000006").iterdir())
 
 
+@pytest.mark.quick
 def test_an_error_is_raised_even_if_agree_does_not(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         checkpoint.save(tmp_path, 1, [], {"x": (1,)}, 0, 1, lambda error: None)
 
 
+@pytest.mark.quick
 def test_a_file_that_is_there_is_never_written_over(tmp_path):
     checkpoint.write_safetensors(tmp_path / "x.safetensors", {"a": torch.ones(2)}, {})
     with pytest.raises(FileExistsError):
@@ -720,6 +746,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(tmp_path):
 # The container: others read it
 
 
+@pytest.mark.quick
 def test_the_safetensors_package_reads_what_we_write_and_the_reverse(tmp_path):
     safetensors = pytest.importorskip("safetensors")
     from safetensors.torch import load_file, save_file
@@ -744,6 +771,7 @@ def test_the_safetensors_package_reads_what_we_write_and_the_reverse(tmp_path):
         assert load_file(file)
 
 
+@pytest.mark.quick
 def test_numpy_and_json_read_a_checkpoint(tmp_path):
     """As the README says: twelve lines, nothing of ours."""
     tensors = {"param/w": torch.arange(35.0).view(5, 7)}
@@ -768,6 +796,7 @@ def test_numpy_and_json_read_a_checkpoint(tmp_path):
         assert zlib.crc32(data[8 + n + a : 8 + n + b]) == about[key][3]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("data", [
     b"", b"\x00" * 4, b"\xff" * 16, struct.pack("<Q", 2) + b"{]",
     struct.pack("<Q", 2) + b"{}extra", struct.pack("<Q", 2) + b"[]",
