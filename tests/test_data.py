@@ -896,7 +896,7 @@ def test_tokenizer_json_refused(tmp_path, change, words):
     assert path in str(e.value) and "byte-level BPE" in str(e.value)
 
 
-def test_threads_do_not_change_the_result(tmp_path, monkeypatch):
+def test_processes_do_not_change_the_result(tmp_path, monkeypatch):
     """B107 for preparation: the same shards bit for bit, and the same as without pieces."""
     (tmp_path / "in").mkdir()
     monkeypatch.setattr(data, "PIECE", 2**14)
@@ -931,7 +931,7 @@ def test_threads_do_not_change_the_result(tmp_path, monkeypatch):
 
 
 @quick
-def test_errors_cross_threads(tmp_path, monkeypatch):
+def test_errors_cross_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "PIECE", 2**14)
     (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 2**17 + '"}\n{}\n')
     with pytest.raises(ValueError, match="a.jsonl:2"):
