@@ -18,8 +18,6 @@ every token but the first is a target exactly once. Two documents (| ends one) a
 Which window is sample number n of a run is a function of (seed, n): any number of ranks reads the
 same batches, and to resume is to set n. `python data.py` shows it, `-h` lists the commands.
 """
-from __future__ import annotations
-
 import argparse
 import base64
 import bisect
@@ -42,12 +40,9 @@ import zlib
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:  # imported where batches are made: the commands start without it
-    import torch
 
 HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("itemsize", "<u4"), ("vocab_size", "<u8"),
                  ("eot", "<u8"), ("n_tokens", "<u8"), ("n_docs", "<u8"), ("n_bytes", "<u8"),
@@ -77,19 +72,19 @@ def shards(folder, split="*"):
 
 def open_shard(path):
     """Its header, and mapped: data (the tokens), starts, names. ValueError if it is damaged."""
-    whole = os.path.getsize(path) >= HEAD.itemsize
-    raw = np.memmap(path, np.uint8, "r").view(np.ndarray) if whole else b""
-    require(bytes(raw[:8]) == MAGIC, f"{path}: not a token file, as `data.py prepare` makes them")
-    h = SimpleNamespace(**dict(zip(HEAD.names, raw[: HEAD.itemsize].view(HEAD)[0].item())))
-    h.path, h.tokenizer, h.dtype = path, h.tokenizer.decode(), dtype_of(h.vocab_size)
+    head = np.fromfile(path, HEAD, 1).tolist()  # [] of a shorter file
+    require(head and head[0][0] == MAGIC, f"{path}: not a token file, as data.py prepare makes it")
+    h = SimpleNamespace(**dict(zip(HEAD.names, head[0])))
+    raw = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    h.path, h.dtype = path, dtype_of(h.vocab_size)
+    h.kind = h.vocab_size, h.eot, h.dtype, h.tokenizer.decode()
     starts = HEAD.itemsize + -(-h.n_tokens * h.itemsize // 8) * 8  # Python integers: no overflow
     names = starts + 8 * h.n_docs
-    end = names + h.names_bytes
-    for ok, why in ((h.version == VERSION, f"format version {h.version}, not {VERSION}"),
-                    (h.itemsize == h.dtype.itemsize, f"{h.itemsize} bytes per token"),
-                    (len(raw) == end, f"{len(raw)} bytes, its header says {end}: truncated?")):
-        require(ok, f"{path}: {why}; prepare it again")
-    h.data = raw[HEAD.itemsize :][: h.n_tokens * h.itemsize].view(h.dtype)
+    says = "format version {}, {} bytes per token, {} bytes in all".format
+    found = says(h.version, h.itemsize, len(raw))
+    right = says(VERSION, h.dtype.itemsize, names + h.names_bytes)
+    require(found == right, f"{path}: {found}; should be {right}: truncated? Prepare it again")
+    h.data = raw[HEAD.itemsize : starts].view(h.dtype)[: h.n_tokens]
     h.starts, h.names = raw[starts:names].view("<i8"), raw[names:]
     return h
 
@@ -105,7 +100,7 @@ class ShardWriter:
         """A document with its eot; with `name` None only a part, more of it follows."""
         if self.file is None:
             path = os.path.join(self.folder, f"{self.split}-{self.count:05d}.tokens")
-            self.file = open(path, "wb")
+            self.file, self.count = open(path, "wb"), self.count + 1
             self.file.seek(HEAD.itemsize)
             self.starts, self.names, self.n_tokens, self.n_bytes = [0], [], 0, 0
         self.file.write(np.ascontiguousarray(tokens, self.dtype).data)
@@ -118,19 +113,17 @@ class ShardWriter:
                 self.close()
 
     def close(self):
-        if self.file is None:
-            return
-        names, file, self.file = b"\n".join(self.names), self.file, None
-        head = (MAGIC, VERSION, self.dtype.itemsize, self.tok.vocab_size, self.tok.eot,
-                self.n_tokens, len(self.names), self.n_bytes, len(names), self.tok.name.encode())
-        with file:
-            file.write(b"\0" * (-self.n_tokens * self.dtype.itemsize % 8))
-            file.write(np.array(self.starts[:-1], "<i8").tobytes() + names)
-            file.seek(0)
-            file.write(np.array(head, HEAD).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        self.count += 1
+        if self.file is not None:
+            names, f, self.file = b"\n".join(self.names), self.file, None
+            head = (MAGIC, VERSION, self.dtype.itemsize, self.tok.vocab_size, self.tok.eot,
+                    self.n_tokens, len(self.names), self.n_bytes, len(names), self.tok.name)
+            with f:
+                f.write(bytes(-self.n_tokens * self.dtype.itemsize % 8))
+                f.write(np.array(self.starts[:-1], "<i8").tobytes() + names)
+                f.seek(0)
+                f.write(np.array(head, HEAD).tobytes())
+                f.flush()
+                os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
@@ -139,30 +132,24 @@ def new_splits(folder, splits, tok, shard_tokens=100_000_000, force=False):
     folder is as it was."""
     for path in shards(folder):
         split = os.path.basename(path).split("-")[0]
-        has = tok.name if split in splits else open_shard(path).tokenizer
+        has = tok.name if split in splits else open_shard(path).kind[-1]
         require(force or split not in splits, f"{path} exists; --force replaces the split")
         require(has == tok.name, f"{path} has tokenizer {has}, not {tok.name}; use another folder")
-    fresh = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".prepare-") as temp:
-            writers = {s: ShardWriter(temp, s, tok, shard_tokens) for s in splits}
-            try:
-                yield writers
-            finally:
-                for w in writers.values():
-                    w.close()
+            with contextlib.ExitStack() as stack:
+                yield {s: stack.enter_context(contextlib.closing(
+                    ShardWriter(temp, s, tok, shard_tokens))) for s in splits}
             if tok.file:  # goes with the tokens
-                copy = shutil.copyfile(tok.file, os.path.join(temp, "copy"))
-                os.replace(copy, os.path.join(folder, tok.name.split()[0]))
+                shutil.copyfile(tok.file, os.path.join(temp, tok.name.split()[0]))
             for old in (path for s in splits for path in shards(folder, s)):
                 os.remove(old)
             for new in sorted(os.listdir(temp), reverse=True):  # without shard 0 nothing is read
                 os.replace(os.path.join(temp, new), os.path.join(folder, new))
-    except BaseException:
-        if fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # only if an error left it empty
 
 
 # ---- tokenizers ---------------------------------------------------------------------------------
@@ -189,8 +176,7 @@ class Tokenizer(NamedTuple):
 
     def encode(self, text):
         """Ids of ordinary text: "<|endoftext|>" within a document is just these characters."""
-        # a lone surrogate, which JSON can hold, becomes U+FFFD
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # \ud800 alone
         text = unicodedata.normalize("NFC", text) if self.nfc else text
         if self.bpe is None:
             return np.frombuffer(text.encode(), np.uint8)
@@ -208,27 +194,29 @@ class Tokenizer(NamedTuple):
 
 @functools.lru_cache(maxsize=2)  # each tokenizing process loads it once
 def load_tokenizer(name):
-    """byte, gpt2, cl100k_base, o200k_base, a tiktoken ranks file or an HF tokenizer.json."""
+    """byte, one that tiktoken knows by name, a tiktoken ranks file or an HF tokenizer.json."""
     if name == "byte":
         return Tokenizer("byte", 257, 256)
     import tiktoken
     try:
-        if name in ("gpt2", "cl100k_base", "o200k_base"):
+        if name in tiktoken.list_encoding_names():
             bpe = tiktoken.get_encoding(name)
             return Tokenizer(name, bpe.n_vocab, bpe.eot_token, bpe)
         with open(name, "rb") as f:
             raw = f.read()
         kind, read = ("json", _from_json) if name.endswith(".json") else ("tiktoken", _from_ranks)
-        pattern, ranks, special, eot, nfc = read(raw)
+        pattern, ranks, special, nfc = read(raw)
         require(all(bytes([b]) in ranks for b in range(256)), "a byte is missing")
+        eot = next((special[t] for t in EOT if t in special), None)
+        require(eot is not None, f"none of {' '.join(EOT)} to end a text")
         full = f"tokenizer.{kind} sha256:{hashlib.sha256(raw).hexdigest()[:12]}"
         bpe = tiktoken.Encoding(full, pat_str=pattern, mergeable_ranks=ranks,
                                 special_tokens=special)
         return Tokenizer(full, bpe.max_token_value + 1, eot, bpe, nfc, name)
     except Exception as e:  # being offline has a dozen kinds, and so have files of other things
         raise ValueError(
-            f"tokenizer {name}: {e!s:.120} ({type(e).__name__}); known are byte, gpt2, "
-            "cl100k_base, o200k_base; offline, give the path of a tiktoken ranks file or a "
+            f"tokenizer {name}: {e!s:.120} ({type(e).__name__}); it may be byte, gpt2 or another "
+            "name in tiktoken; offline, give the path of a tiktoken ranks file or of a "
             "tokenizer.json of byte-level BPE, as of GPT-2, Llama 3, Qwen") from None
 
 
@@ -237,38 +225,32 @@ def _from_ranks(raw):
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     require({*ranks.values()} == {*range(len(ranks))}, "ranks are not 0, 1, 2, ...")
     pattern, eot = RANKS.get(len(ranks), (GPT2, len(ranks)))
-    return pattern, ranks, {EOT[0]: eot}, eot, False
+    return pattern, ranks, {EOT[0]: eot}, False
 
 
 def _from_json(raw):
     """HF merges the pair that is first in a list, tiktoken the pair whose result has the lowest id:
-    the same when ids grow along the list and every token is made of lower ones."""
+    the same when ids grow along the list."""
     spec = json.loads(raw)
     model, norm, steps = spec["model"], spec.get("normalizer"), spec["pre_tokenizer"]
     steps, vocab = steps.get("pretokenizers", [steps]), model["vocab"]
-    kinds = [s["type"] for s in steps]
+    parts = [*([norm] if norm else []), *steps, model]
+    kinds = " ".join(part["type"] for part in parts)
     odd = [k for k in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "invert",
-                       "dropout", "add_prefix_space") if any(s.get(k) for s in [model, *steps])]
-    require(model["type"] == "BPE" and kinds in (["ByteLevel"], ["Split", "ByteLevel"]) and not odd
+                       "dropout", "add_prefix_space") if any(part.get(k) for part in parts)]
+    require(re.fullmatch("(NFC )?(Split )?ByteLevel BPE", kinds) and not odd
             and steps[0].get("behavior", "Isolated") == "Isolated"
-            and steps[-1].get("use_regex", True) == (len(steps) == 1)
-            and (not norm or norm["type"] == "NFC"),
-            f"{model['type']} {odd or ''} with normalizer {norm and norm['type']}, "
-            f"pre-tokenizer {kinds} cannot be reproduced")
+            and steps[-1].get("use_regex", True) == (len(steps) == 1),
+            f"{kinds} {odd or ''} cannot be reproduced")
     pattern = steps[0]["pattern"]["Regex"] + "|(?s:.)" if len(steps) == 2 else GPT2  # loses no text
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that stand for themselves
     spare = iter(range(256, 512))
     byte = {chr(b if b in plain else next(spare)): b for b in range(256)}
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    made = [vocab[a + b] for a, b in merges]
-    require(made == sorted(made) and all(max(vocab[a], vocab[b]) <= i for (a, b), i
-                                         in zip(merges, made) if len(a + b) > 2),
-            "ids are not in the order of the merges")
-    ranks = {bytes(byte[c] for c in t): vocab[t] for t in [*byte, *(a + b for a, b in merges)]}
-    special = {t["content"]: t["id"] for t in spec["added_tokens"]}
-    eot = next((special[t] for t in EOT if t in special), None)
-    require(eot is not None, f"none of {' '.join(EOT)} to end a text")
-    return pattern, ranks, special, eot, norm is not None
+    merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "") for m in model["merges"]]
+    made = [vocab[t] for t in merged]
+    require(made == sorted(made), "ids are not in the order of the merges")
+    ranks = {bytes(byte[c] for c in t): vocab[t] for t in [*byte, *merged]}
+    return pattern, ranks, {t["content"]: t["id"] for t in spec["added_tokens"]}, norm is not None
 
 
 # ---- text -> tokens -----------------------------------------------------------------------------
@@ -286,8 +268,7 @@ def find_text(inputs):
     for item in [inputs] if isinstance(inputs, str) else inputs:
         hits = [item] if os.path.exists(item) else sorted(glob.glob(item, recursive=True))
         found = [p for hit in hits for p in (_walk(hit) if os.path.isdir(hit) else [hit])]
-        require(found, f"no text at {item}: " + (f"none of {' '.join(TEXT)}, also .gz" if hits
-                                                 else "no such file or folder"))
+        require(found, f"no text at {item}: no file, or none of {' '.join(TEXT)}, also .gz")
         paths += map(os.path.abspath, found)
     base = os.path.commonpath([os.path.dirname(p) for p in paths])
     return [(p, os.path.relpath(p, base)) for p in dict.fromkeys(paths)]
@@ -316,59 +297,52 @@ def _pieces(files):
         yield name, line, rest, True
 
 
-def _documents(name, line, raw, last):
-    """(name, text, bytes, whether it ends) of the documents, or the part of one, in a piece."""
-    if not name.endswith(JSONL):
-        yield name, raw.decode("utf-8", "replace"), len(raw), last
-        return
-    for k, row in enumerate(raw.split(b"\n"), line):
-        if row.strip():
-            try:
-                text = json.loads(row)["text"]
-                yield f"{name}:{k}", text, len(text.encode("utf-8", "surrogatepass")), True
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{name}:{k}: not a JSON object with a string `text`") from None
-
-
 def _encode(tokenizer, split, val, piece):
     """[(split, tokens, bytes, name, or None when the document goes on)] of a piece."""
-    tok, out = load_tokenizer(tokenizer), []
-    for name, text, size, ends in _documents(*piece):
+    tok, out, (file, line, raw, last) = load_tokenizer(tokenizer), [], piece
+    jsonl, documents = file.endswith(JSONL), [(file, raw, last)]
+    if jsonl:
+        rows = enumerate(raw.split(b"\n"), line)
+        documents = [(f"{file}:{k}", row, True) for k, row in rows if row.strip()]
+    for name, row, ends in documents:
+        try:
+            text = json.loads(row)["text"] if jsonl else row.decode("utf-8", "replace")
+            size = len(text.encode("utf-8", "surrogatepass") if jsonl else row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{name}: not a JSON object with a string `text`") from None
         ids = np.concatenate([tok.encode(text), np.array([tok.eot] * ends, np.uint32)])
         hashed = int.from_bytes(hashlib.blake2b(os.fsencode(name)).digest()[:8], "big")
         out.append(("val" if hashed < val * 2**64 else split, ids, size, name if ends else None))
     return out
 
 
-def prepare(inputs, out, tokenizer="byte", split="train", val=0.0, shard_tokens=100_000_000,
-            procs=None, force=False, quiet=False):
+def prepare(inputs, out="tokens/text", tokenizer="byte", split="train", val=0.0,
+            shard_tokens=100_000_000, procs=None, force=False, quiet=False):
     """Text files, folders and globs -> token shards. A file is a document, or a line of a .jsonl;
     a fraction `val` of them, by a hash of the name, goes to the split val. A shard ends with the
     document that fills it. The number of processors used does not change the result."""
     files, tok = find_text(inputs), load_tokenizer(tokenizer)
+    procs = os.cpu_count() if procs is None else procs
     require(0 <= val < 1, f"val {val}: must be from 0 to below 1")
-    require(shard_tokens > 0, f"shard_tokens {shard_tokens}: must be at least 1")
-    require(procs is None or procs > 0, f"procs {procs}: must be at least 1")
+    require(min(shard_tokens, procs) > 0, f"shard_tokens {shard_tokens}, procs {procs}: at least 1")
     require(split.isalnum() and not (val and split == "val"),
             f"split {split!r}: must be letters and digits, and not val if val is set")
-    splits = [split, "val"] if val else [split]
-    encode = functools.partial(_encode, tokenizer, split, val)
-    pieces, begun, procs = _pieces(files), time.perf_counter(), procs or os.cpu_count()
     if tok.bpe is None or sum(os.path.getsize(path) for path, _ in files) < 4 * PIECE:
         procs = 1  # starting processes would take longer than the work
-    with (new_splits(out, splits, tok, shard_tokens, force) as writers,
+    pieces, begun = _pieces(files), time.perf_counter()
+    encode = functools.partial(_encode, tokenizer, split, val)
+    with (new_splits(out, {split, "val"} if val else {split}, tok, shard_tokens, force) as writers,
           ProcessPoolExecutor(procs, get_context("spawn")) as pool):  # starts them when used
         spread = map if procs == 1 else pool.map
         while some := list(itertools.islice(pieces, 64)):  # so much is in memory at a time
-            for document in itertools.chain.from_iterable(spread(encode, some)):
-                writers[document[0]].add(*document[1:])
+            for to, *document in itertools.chain.from_iterable(spread(encode, some)):
+                writers[to].add(*document)
             size = sum(w.total for w in writers.values()) / 1e6
             line = f"\rprepare: {size:.1f} MB, {size / (time.perf_counter() - begun):.1f} MB/s "
             if sys.stderr.isatty() and not quiet:
                 print(line, end="", file=sys.stderr, flush=True)
         for s, w in writers.items():
-            require(w.total, f"no text for split {s} in {inputs}; add some" +
-                    (", or change val (documents stay whole)" if val else ""))
+            require(w.total, f"no text for split {s} in {inputs}; add some, or change val")
     if not quiet:
         print(line, file=sys.stderr)
 
@@ -389,18 +363,15 @@ class Tokens:
         self.folder, self.split, self.files = folder, split, shards(folder, split)
         require(self.files, f"data.path {folder}: no {split}-*.tokens; see data.py prepare -h")
         self.shards = [open_shard(path) for path in self.files]
-        self.first = [0, *itertools.accumulate(h.n_tokens for h in self.shards)]  # token of each
-        h = self.shards[0]
-        self.vocab_size, self.eot, self.tokenizer_name = h.vocab_size, h.eot, h.tokenizer
-        self.dtype, (name, *sha) = h.dtype, h.tokenizer.split()
+        self.vocab_size, self.eot, self.dtype, self.tokenizer_name = kind = self.shards[0].kind
+        for k, h in enumerate(self.shards):
+            require(h.path.endswith(f"{split}-{k:05d}.tokens") and h.kind == kind,
+                    f"{h.path}: found where shard {k} of tokenizer {kind[-1]} should be")
+        name, *sha = self.tokenizer_name.split()
         self.tokenizer_path = os.path.join(folder, name) if sha else name  # for load_tokenizer
-        for k, g in enumerate(self.shards):
-            require(os.path.basename(g.path) == f"{split}-{k:05d}.tokens",
-                    f"{g.path}: found where shard {k} should be; one is missing")
-            require((g.vocab_size, g.eot, g.tokenizer) == (h.vocab_size, h.eot, h.tokenizer),
-                    f"{g.path}: of another tokenizer than {h.path}")
-        self.n_tokens, self.n_docs, self.n_bytes = np.sum(
-            [(g.n_tokens, g.n_docs, g.n_bytes) for g in self.shards], axis=0).tolist()
+        self.first = [0, *itertools.accumulate(h.n_tokens for h in self.shards)]  # token of each
+        self.n_tokens, self.n_docs = self.first[-1], sum(h.n_docs for h in self.shards)
+        self.n_bytes = sum(h.n_bytes for h in self.shards)
 
     def windows(self, seq_len):
         """How many sequences there are; at least one, or ValueError."""
@@ -415,41 +386,24 @@ class Tokens:
         k = bisect.bisect(self.first, pos) - 1
         return k, int(pos) - self.first[k]
 
-    def rows(self, starts, n):
-        """[len(starts), n] in the file's dtype: the n tokens from each of `starts` (int64) on."""
-        if len(self.shards) == 1:  # one gather
-            self._at(int(starts.max()) + n - 1)
-            out = self.shards[0].data[starts[:, None] + np.arange(n)]
-        else:
-            out = np.empty((len(starts), n), self.dtype)
-            for row, start in zip(out, starts.tolist()):
-                k, a = self._at(start)
-                while len(row):  # goes on in the next shard
-                    part = self.shards[k].data[a : a + len(row)]
-                    row[: len(part)] = part
-                    row, k, a = row[len(part) :], k + 1, 0
-        self._check_ids(out, starts)
+    def parts(self, start, n):
+        """The tokens [start, start + n): views of the shards that hold them, unchecked."""
+        k, a = self._at(start)
+        out = [self.shards[k].data[a : a + n]]
+        while n := n - len(out[-1]):
+            k += 1
+            out.append(self.shards[k].data[:n])
         return out
 
-    def _check_ids(self, rows, starts):
-        if rows.size and rows.max() >= self.vocab_size:
-            r, c = np.argwhere(rows >= self.vocab_size)[0]
-            k, a = self._at(starts[r] + c)
-            byte = HEAD.itemsize + a * self.dtype.itemsize
-            raise ValueError(f"{self.files[k]}: token {a} (byte {byte}) is {rows[r, c]}, not below "
-                             f"the vocabulary size {self.vocab_size}; prepare it again")
-
     def read(self, start, n):
-        """Tokens [start, start + n) as int64."""
-        return self.rows(np.array([start], np.int64), n)[0].astype(np.int64)
-
-    def doc_starts(self, start, n):
-        """Where in the tokens [start, start + n) a document begins: offsets from `start`."""
-        out = []
-        for k in range(self._at(start)[0], bisect.bisect_left(self.first, start + n)):
-            at, base = self.shards[k].starts, self.first[k] - start
-            out.append(at[slice(*np.searchsorted(at, [-base, n - base]))] + base)
-        return np.concatenate(out)
+        """Tokens [start, start + n) as int64. ValueError for one that the vocabulary has not."""
+        out = np.concatenate(self.parts(start, n)).astype(np.int64)
+        for c in np.flatnonzero(out >= self.vocab_size)[:1]:
+            k, a = self._at(start + c)
+            byte = HEAD.itemsize + a * self.dtype.itemsize
+            raise ValueError(f"{self.files[k]}: token {a} (byte {byte}) is {out[c]}, not below the "
+                             f"vocabulary size {self.vocab_size}; prepare it again")
+        return out
 
     def names(self, k):
         return bytes(self.shards[k].names).decode("utf-8", "replace").split("\n")
@@ -461,16 +415,13 @@ class Tokens:
         return self.names(k)[d], a - int(self.shards[k].starts[d]), self.files[k]
 
     def check(self):
-        """Reads every token: ids in the vocabulary, documents that end in the end-of-text token."""
-        for k, g in enumerate(self.shards):
-            for a in range(0, g.n_tokens, PIECE):
-                self._check_ids(g.data[None, a : a + PIECE], [self.first[k] + a])
-            edges = np.append(g.starts, g.n_tokens)
-            require(edges[0] == 0 and (np.diff(edges) > 0).all(),
-                    f"{g.path}: its table of documents is damaged; prepare it again")
-            for d in np.flatnonzero(g.data[edges[1:] - 1] != self.eot)[:1]:
-                raise ValueError(f"{g.path}: document {self.names(k)[d]} does not end in the end-"
-                                 f"of-text token {self.eot}; prepare it again")
+        """Reads every token: ids are in the vocabulary, documents end in the eot and only there."""
+        for a in range(0, self.n_tokens, PIECE):
+            self.read(a, min(PIECE, self.n_tokens - a))
+        for h in self.shards:
+            ends = np.flatnonzero(h.data == self.eot) + 1
+            require([0, *ends] == [*h.starts, h.n_tokens], f"{h.path}: its table of documents does "
+                    f"not fit its end-of-text tokens {self.eot}; prepare it again")
 
 
 # ---- the order of samples -----------------------------------------------------------------------
@@ -506,11 +457,10 @@ def slots_of(weights):
 @functools.lru_cache(maxsize=8)
 def _block(seed, block, n_windows, weights):
     """[3, BLOCK]: source, epoch, window of the samples block * BLOCK and on."""
-    slots, out = slots_of(weights), np.zeros((3, BLOCK), np.int64)
+    slots, out = slots_of(weights), np.empty((3, BLOCK), np.int64)
     key = _mix(np.array([seed % 2**64], np.uint64))
-    if len(slots) > 1:
-        owner = np.repeat(np.arange(len(slots)), slots)
-        out[0] = owner[permute(np.arange(BLOCK), BLOCK, _mix(key, block))]
+    owner = np.repeat(np.arange(len(slots)), slots)
+    out[0] = owner[permute(np.arange(BLOCK), BLOCK, _mix(key, block))]
     for s, n in enumerate(n_windows):
         epoch, k = np.divmod(block * slots[s] + np.arange(slots[s]), n)  # after the blocks before
         key_s = _mix(_mix(_mix(key), s), epoch.astype(np.uint64))
@@ -521,30 +471,23 @@ def _block(seed, block, n_windows, weights):
 def sample_at(seed, n, n_windows, weights=(1.0,)):
     """(source, epoch, window) of sample number n since the run began, an integer or an array. A
     source goes through its windows in a new random order each epoch, without replacement."""
-    n, n_windows, weights = np.asarray(n), tuple(n_windows), tuple(weights)
-    block, at = np.divmod(n, BLOCK)
+    block = np.asarray(n) // BLOCK
     low, high = int(block.min()), int(block.max())
-    if low == high:  # nearly always
-        return _block(seed, low, n_windows, weights)[:, at]
-    out = np.empty((3, *n.shape), np.int64)
-    for b in range(low, high + 1):
-        here = block == b
-        out[:, here] = _block(seed, b, n_windows, weights)[:, at[here]]
-    return out
+    blocks = [_block(seed, b, tuple(n_windows), tuple(weights)) for b in range(low, high + 1)]
+    return (np.hstack(blocks) if len(blocks) > 1 else blocks[0])[:, n - low * BLOCK]
 
 
 # ---- batches ------------------------------------------------------------------------------------
 
 class Batch(NamedTuple):
-    """One microbatch. Query i of a row sees the keys lo[i] .. i of its row."""
+    """One microbatch, of torch tensors. Query i of a row sees the keys lo[i] .. i of its row."""
 
-    tokens: torch.Tensor  # [b, T] int64
-    targets: torch.Tensor  # [b, T] int64, IGNORE where none counts
-    pos: torch.Tensor  # [b, T] int64, restarts with each document if documents are masked
-    lo: torch.Tensor | None  # [b, T] int32; None when all are 0, plain causal
-    sample: torch.Tensor  # [b] int64, number within the global batch
+    tokens: object  # [b, T] int64
+    targets: object  # [b, T] int64, IGNORE where none counts
+    pos: object  # [b, T] int64, restarts with each document if documents are masked
+    lo: object  # [b, T] int32; None when all are 0, plain causal
+    sample: object  # [b] int64, number within the global batch
     n_valid: int  # targets that count
-    kind: str  # what lo says: "causal" | "other"
 
 
 def make_batch(sources, source, window, sample, seq_len, mask_documents=False, pin=False,
@@ -552,29 +495,27 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
     """The one place where targets and masks are made, to train and to evaluate. `source`, `window`,
     `sample` are [b] arrays; the rows from `real` on are padding, of which nothing counts."""
     from torch import from_numpy
-    span, at, lo = np.arange(seq_len), window * seq_len, None
-    if len(sources) == 1:
-        rows = sources[0].rows(at, seq_len + 1)
-    else:
-        rows = np.empty((len(window), seq_len + 1), np.int64)
-        for s in {*source.tolist()}:
-            rows[source == s] = sources[s].rows(at[source == s], seq_len + 1)
+    real = len(window) if real is None else real
+    n, span, lo, n_valid = seq_len + 1, np.arange(seq_len), None, real * seq_len
+    places = [(sources[s], at) for s, at in zip(source.tolist(), (window * seq_len).tolist())]
+    rows = np.concatenate([part for t, at in places for part in t.parts(at, n)]).reshape(-1, n)
+    if rows.max() >= sources[0].vocab_size:
+        for t, at in places:
+            t.read(at, n)  # says where
     tokens, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-    pos, n_valid = np.empty_like(tokens), targets.size
+    targets[real:] = IGNORE
+    pos = np.empty_like(tokens)
     pos[:] = span
-    targets[len(window) if real is None else real :] = IGNORE
     if mask_documents:
-        begins = np.zeros(rows.shape, bool)
-        for row, s, start in zip(begins, source, at.tolist()):
-            row[sources[s].doc_starts(start, seq_len + 1)] = True
-        targets[begins[:, 1:]] = IGNORE  # by place: an eot is a target, what comes after it is not
-        lo = np.maximum.accumulate(np.where(begins[:, :-1], span, 0), axis=1)
+        ends = tokens == sources[0].eot
+        targets[ends] = IGNORE  # the eot itself is a target, what comes after it is not
+        n_valid -= int(ends[:real].sum())
+        lo = np.zeros_like(tokens)
+        lo[:, 1:] = np.maximum.accumulate(np.where(ends, span + 1, 0), axis=1)[:, :-1]
         pos, lo = pos - lo, lo.astype(np.int32) if lo.any() else None
-    if mask_documents or real is not None:
-        n_valid = int(np.count_nonzero(targets != IGNORE))
     put = (lambda a: from_numpy(a).pin_memory()) if pin else from_numpy
     return Batch(put(tokens), put(targets), put(pos), None if lo is None else put(lo),
-                 put(sample.astype(np.int64)), n_valid, "causal" if lo is None else "other")
+                 put(sample.astype(np.int64)), n_valid)
 
 
 class Loader:
@@ -585,46 +526,40 @@ class Loader:
         weights = tuple(weights or [1.0] * len(sources))
         require(len(weights) == len(sources) and min(weights) > 0 and min(slots_of(weights)) > 0,
                 f"data.weights {weights}: one per source, each above 1/{BLOCK} of their sum")
-        require(microbatch > 0, f"train.microbatch {microbatch}: must be at least 1")
-        require(global_batch > 0 and global_batch % ranks == 0,
-                f"train.global_batch {global_batch}: not a multiple of the {ranks} data ranks, as "
-                f"is {max(1, global_batch // ranks) * ranks}")
-        a = sources[0]
-        for b in sources:
+        local = global_batch // ranks
+        require(min(microbatch, local) > 0 and global_batch % ranks == 0,
+                f"train.microbatch {microbatch}: from 1; train.global_batch {global_batch}: a "
+                f"multiple of the {ranks} data ranks, such as {max(1, local) * ranks}")
+        for a, b in itertools.pairwise(sources):
             require((a.tokenizer_name, a.vocab_size) == (b.tokenizer_name, b.vocab_size),
                     f"data.path {b.folder}: tokenizer {b.tokenizer_name}, not {a.tokenizer_name}")
-        self.order = seed, [s.windows(seq_len) for s in sources], weights
-        self.sources, self.global_batch, self.pool = sources, global_batch, None
+        windows = tuple(s.windows(seq_len) for s in sources)
+        self.sample_at = functools.partial(sample_at, seed, n_windows=windows, weights=weights)
+        self.sources, self.global_batch = sources, global_batch
         self.how = seq_len, mask_documents, pin
-        local = global_batch // ranks
         sizes = [min(microbatch, local - done) for done in range(0, local, microbatch)]
         self.mine = [k * microbatch * ranks + rank * m + np.arange(m) for k, m in enumerate(sizes)]
+        self.ahead, self.thread = None, ThreadPoolExecutor(1)
 
     def step(self, samples):
         """This rank's microbatches of the step that starts when `samples` samples are consumed."""
-        seed, *rest = self.order
-        return [make_batch(self.sources, *sample_at(seed, samples + mine, *rest)[::2], mine,
-                           *self.how) for mine in self.mine]
+        return [make_batch(self.sources, *self.sample_at(samples + mine)[::2], mine, *self.how)
+                for mine in self.mine]
 
     def start(self, samples):
         """From here on, a thread makes the batches of one step ahead."""
-        self.close()
-        self.pool, self.at = ThreadPoolExecutor(1), samples
-        self.ahead = self.pool.submit(self.step, samples)
+        self.at, self.ahead = samples, self.thread.submit(self.step, samples)
 
     def next(self):
         """(samples consumed before this step, its microbatches). Raises the thread's errors."""
-        if self.pool is None:
+        if self.ahead is None:
             raise RuntimeError("Loader.next before Loader.start")
         samples, batches = self.at, self.ahead.result()  # if it failed, so does the next call
-        self.at += self.global_batch
-        self.ahead = self.pool.submit(self.step, self.at)
+        self.start(samples + self.global_batch)
         return samples, batches
 
     def close(self):
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-            self.pool = None
+        self.thread.shutdown(cancel_futures=True)
 
 
 def eval_batches(tokens, seq_len, n_sequences, microbatch, rank=0, ranks=1, mask_documents=False,
@@ -641,27 +576,21 @@ def eval_batches(tokens, seq_len, n_sequences, microbatch, rank=0, ranks=1, mask
 
 # ---- commands -----------------------------------------------------------------------------------
 
-def peek(folder, split="train", at=0):
-    """The header of a split, and the text around token AT."""
+def peek(folder, split="train", at=0, check=False):
+    """What a split holds, and the text around token AT; with --check after reading every token."""
     t = Tokens(folder, split)
+    if check:
+        t.check()
     print(f"{folder} {split}: {t.n_tokens} tokens ({t.dtype}), {t.n_docs} documents, "
           f"{t.n_bytes} bytes of text, {len(t.files)} shards, tokenizer {t.tokenizer_name}, "
           f"vocabulary {t.vocab_size}, eot {t.eot}")
     where, ids = t.where(at), t.read(at, min(128, t.n_tokens - at))
-    print(*where, ids[:16].tolist(), "..." if len(ids) > 16 else "")
+    print(*where, ids[:16].tolist())
     if t.tokenizer_name != "synth":
         print(load_tokenizer(t.tokenizer_path).decode(ids))
 
 
-def check(folder):
-    """Reads all tokens of a folder; exit code 2 names the first fault."""
-    for split in sorted({os.path.basename(p).split("-")[0] for p in shards(folder)}) or ["train"]:
-        t = Tokens(folder, split)
-        t.check()
-        print(f"{folder} {split}: {t.n_tokens} tokens, {t.n_docs} documents: good")
-
-
-def synth(out, tokens=1_000_000, vocab=257, docs=1000, seed=0, split="train"):
+def synth(out="tokens/synth", tokens=1_000_000, vocab=257, docs=1000, seed=0, split="train"):
     """Random tokens in DOCS equal documents, for tests and measurements."""
     require(0 < docs <= tokens and vocab > 1, f"out of range: {tokens=} {docs=} {vocab=}")
     rng, cuts = np.random.default_rng(seed), np.linspace(0, tokens, docs + 1).astype(np.int64)
@@ -671,17 +600,17 @@ def synth(out, tokens=1_000_000, vocab=257, docs=1000, seed=0, split="train"):
             writers[split].add(ids, n, f"document {d}")
 
 
-def trace(step, folders, seq_len, global_batch, seed=0, split="train"):
+def trace(step, folders, seq_len=256, global_batch=16, seed=0, split="train"):
     """Which documents the samples of a STEP came from. Folders are DIR or DIR:WEIGHT."""
-    pairs = [re.fullmatch(r"(.*?)(?::([0-9.]+))?", f).groups() for f in folders]
-    sources, weights = [Tokens(f, split) for f, _ in pairs], [float(w or 1) for _, w in pairs]
-    seed, *rest = Loader(sources, weights, seq_len, seed, global_batch, 1).order
+    pairs = [(*f.rsplit(":", 1), 1)[:2] for f in folders]
+    sources, weights = [Tokens(f, split) for f, _ in pairs], [float(w) for _, w in pairs]
+    loader = Loader(sources, weights, seq_len, seed, global_batch, 1)
     for n in range(int(step) * global_batch, (int(step) + 1) * global_batch):
-        s, epoch, w = sample_at(seed, n, *rest)
+        s, epoch, w = loader.sample_at(n)
         t, at = sources[s], w * seq_len
         print(f"sample {n}: {t.folder} epoch {epoch} window {w}, tokens {at} to {at + seq_len}")
-        for p in sorted({0, *t.doc_starts(at, seq_len).tolist()}):
-            print("   +{}: {} token {} ({})".format(p, *t.where(at + p)))
+        for p in [0, *np.flatnonzero(t.read(at, seq_len - 1) == t.eot) + 1]:
+            print(f"   +{p}:", *t.where(at + p))
 
 
 def demo():
@@ -700,15 +629,13 @@ def main(argv=None):
     """The commands are the functions above: parameters are arguments, keywords are options."""
     ap = argparse.ArgumentParser(prog="data.py", description=demo.__doc__)
     commands = ap.add_subparsers(metavar="COMMAND")
-    for f in (prepare, peek, check, synth, trace):
+    for f in (prepare, peek, synth, trace):
         p = commands.add_parser(f.__name__, help=f.__doc__.split(".")[0], description=f.__doc__)
         p.set_defaults(run=f)
         for name, q in inspect.signature(f).parameters.items():
             flag, default = "--" + name.replace("_", "-"), q.default
-            if name in ("inputs", "folder", "folders", "step"):
+            if default is q.empty:
                 p.add_argument(name, nargs="+" if name.endswith("s") else None)
-            elif default is q.empty:
-                p.add_argument(flag, required=True, type=str if name == "out" else int)
             elif default is False:
                 p.add_argument(flag, action="store_true")
             else:

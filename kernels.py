@@ -6,12 +6,13 @@
     rotary                turn pairs of channels by position * frequency    the tables only
     swiglu                silu(gate) * up                                   gate, up
     attention             softmax(q k^T / sqrt(d)) v, keys lo_i .. i        q, k, v, o (+ short p)
-    linear_cross_entropy  -log softmax(x W^T)[target], summed               dx, made in the forward
+    cross-entropy         -log softmax(x W^T)[target], chunk by chunk       nothing: dx, dW at once
 
 Each comes as `op_ref`, the definition in plain differentiable PyTorch, which is the specification;
-then the fast path, an autograd function whose backward is written out; then the public `op`. Sums
-and normalisations are held in float32 whatever the input (in float64 if it is float64); results
-have the dtype of the input. Shapes: B sequences, T tokens, H heads of d channels, D channels,
+then the fast path, an autograd function whose backward is written out; then the public `op`. (The
+loss has its pieces here; a loop over chunks, with two sums over ranks, joins them.) Sums and
+normalisations are held in float32 whatever the input (in float64 if it is float64); results have
+the dtype of the input. Shapes: B sequences, T tokens, H heads of d channels, D channels,
 V vocabulary entries, N = B T. The file imports nothing of the project and may be copied alone.
 """
 
@@ -257,7 +258,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, lo, rows, keep):
         T, n_kv = q.shape[1], k.shape[2]
         kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))  # [B n_kv, T, d]
-        o = q.new_empty(q.shape)
+        o = torch.empty_like(q)  # with the strides of q, which tp has chosen
         kept = []
         for i in range(0, T, rows):
             j = min(i + rows, T)
@@ -302,20 +303,21 @@ def fused_attention(q, k, v):
     return o.transpose(1, 2)
 
 
-def attention(q, k, v, lo=None):
+def attention(q, k, v, lo=None, keep=True):
     """See attention_ref. Plain causal goes to torch's fused kernel, except short sequences on a
-    CPU, where row blocks are faster; intervals always go in row blocks."""
+    CPU, where row blocks are faster; intervals always go in row blocks. `keep`: row blocks of a
+    short sequence keep their probabilities for the backward."""
     T, cpu = q.shape[1], q.device.type == "cpu"
     if lo is None and (not cpu or T > SHORT or emulated(q)):
         return fused_attention(q, k, v)
     if emulated(q):
-        return attention(q.float(), k.float(), v.float(), lo).to(q.dtype)
+        return attention(q.float(), k.float(), v.float(), lo, keep).to(q.dtype)
     rows = (256 if q.element_size() == 2 else 64) if cpu else 1024
-    return _Attention.apply(q, k, v, lo, rows, T <= SHORT)
+    return _Attention.apply(q, k, v, lo, rows, keep and T <= SHORT)
 
 
 # ---------------------------------------------------------------------------------------------
-# Linear + cross-entropy, over a vocabulary that may be spread over several ranks
+# Linear + cross-entropy of a chunk of tokens, over a vocabulary that may be spread over ranks
 
 
 def linear_cross_entropy_ref(x, weight, targets, softcap=None, z_loss=0.0):
@@ -415,93 +417,36 @@ def kept(scratch, name, shape, like):
     return old[:size].view(shape)
 
 
-def default_chunk(n, vocab, itemsize):
-    """Equal chunks whose logits take about 256 MB, but at least 256 rows."""
-    most = max(256, 2**28 // max(vocab * itemsize, 1))
-    return max(1, -(-n // max(1, -(-n // most))))
+def ce_weight(weight):
+    """The weight in the dtype that the products of the loss run in, once for all chunks."""
+    return weight.float() if emulated(weight) else weight
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Per chunk: logits | local softmax | MAX | one SUM | loss, gradient in place | dX, dW.
-    The logits of a chunk are the only V-wide thing there is; the gradients are made at once."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, scale, o):
-        ctx.types, grad = (x.dtype, weight.dtype), o["grad"]
-        scratch = {} if o["scratch"] is None else o["scratch"]
-        w, x_ = weight[: o["valid"]], x
-        if emulated(x):
-            w, x_ = w.float(), x.float()
-        V, kind = o["valid"], wide(x.dtype)
-        chunk = o["chunk"] or default_chunk(len(x), V, x_.element_size())
-        tile = None
-        if x_.dtype != kind:
-            tile = kept(scratch, "tile", (16 if x.device.type == "cpu" else chunk, V),
-                        x_.new_empty(0, dtype=kind))
-        dx = torch.empty_like(x) if grad else None
-        dw = o["weight_grad"]
-        if grad and dw is None:
-            dw = x.new_zeros(weight.shape, dtype=kind)
-        losses = x.new_zeros(len(x), dtype=kind)
-        for i in range(0, len(x), chunk):
-            xs, t = x_[i : i + chunk], targets[i : i + chunk]
-            z = torch.mm(xs, w.t(), out=kept(scratch, "logits", (len(xs), V), x_))
-            p = z if o["softcap"] is None else kept(scratch, "prob", z.shape, z)
-            local, counted = t - o["start"], t != IGNORE
-            m, s, hit = ce_local_(z, p, local, o["softcap"], tile)
-            top = m if o["reduce_max"] is None else o["reduce_max"](m.clone())
-            sums = torch.stack((s * (m - top).exp(), hit))
-            total, hit = sums if o["reduce_sum"] is None else o["reduce_sum"](sums)
-            lse = top + total.log()
-            loss = torch.where(counted, lse - hit + o["z_loss"] * lse.square(), 0.0)
-            if o["vocab"] is not None:  # an id that no rank owns
-                loss = torch.where(counted & ((t < 0) | (t >= o["vocab"])), math.nan, loss)
-            losses[i : i + chunk] = loss
-            if grad:
-                mass = s * (m - lse).exp()
-                r = ce_grad_(p, z, local, lse, mass, hit, o["softcap"], o["z_loss"], tile)
-                r = torch.where(loss.isnan(), math.nan, torch.where(counted, r * scale, 0.0))
-                r = r[:, None]
-                dx[i : i + chunk] = torch.mm(p, w).mul_(r)
-                add_weight_grad_(dw[:V], p, (xs * r).to(xs.dtype), scratch)
-        if grad:
-            ctx.save_for_backward(dx, None if o["weight_grad"] is not None else dw)
-        return losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, up):
-        dx, dw = ctx.saved_tensors
-        dx = (dx * up).to(ctx.types[0])
-        return dx, None if dw is None else (dw * up).to(ctx.types[1]), None, None, None
+def ce_forward(x, weight, local, softcap, scratch):
+    """The logits of a chunk: x [n, D], weight [V, D] (this rank's rows of it) -> their row factors
+    (m, s, hit), see ce_local_, and what ce_backward needs of them. `local` [n]: the targets as
+    rows of this weight. `scratch` is a dict in which buffers live from call to call."""
+    V, kind, tile, dtype = weight.shape[0], wide(x.dtype), None, x.dtype
+    x = x.to(weight.dtype)
+    z = torch.mm(x, weight.t(), out=kept(scratch, "logits", (len(x), V), x))
+    p = z if softcap is None else kept(scratch, "prob", z.shape, z)
+    if x.dtype != kind:
+        rows = 16 if x.device.type == "cpu" else len(x)
+        tile = kept(scratch, "tile", (rows, V), x.new_empty(0, dtype=kind))
+    m, s, hit = ce_local_(z, p, local, softcap, tile)
+    return (m, s, hit), (x, weight, local, z, p, tile, softcap, scratch, dtype)
 
 
-def linear_cross_entropy(
-    x, weight, targets, scale, valid=None, weight_grad=None, *, chunk=None, softcap=None,
-    z_loss=0.0, reduce_max=None, reduce_sum=None, vocab_start=0, vocab=None, scratch=None,
-):
-    """The sum over the counted rows of the loss of linear_cross_entropy_ref, of which no more than
-    `chunk` rows of logits exist at a time. What backward propagates is the gradient of
-    scale * that sum.
-
-    x [N, D], weight [V, D] (this rank's rows of it, of which the first `valid` are real and the
-    rest padding that is never predicted), targets [N] global ids or -100, scale a 0-d tensor: it
-    enters before anything is rounded to x.dtype. The forward makes the gradients at once. The
-    weight's is added to `weight_grad` (float32 [V, D]) there and then, for an upstream gradient
-    of 1; without `weight_grad` it goes through autograd. `scratch` is a dict of the caller's in
-    which buffers live from call to call. Over several ranks: `reduce_max` and `reduce_sum` take a
-    tensor and return it reduced over them, `vocab_start` is the id of this rank's first row, and
-    `vocab` the number of all ids: a target outside of them makes the loss and gradients NaN."""
-    if valid is None:
-        valid = weight.shape[0]
-    if vocab is None and reduce_sum is None:
-        vocab = vocab_start + valid
-    options = dict(
-        valid=valid, weight_grad=weight_grad, chunk=chunk, softcap=softcap, z_loss=z_loss,
-        reduce_max=reduce_max, reduce_sum=reduce_sum, start=vocab_start, vocab=vocab,
-        scratch=scratch, grad=torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
-    )
-    return _LinearCrossEntropy.apply(x, weight, targets, scale, options)
+def ce_backward(state, m, s, hit, lse, factor, z_loss, weight_grad):
+    """factor_i times the gradient of the chunk's rows: returns that of x (partial: of this rank's
+    rows of the weight) and adds the weight's to `weight_grad`. m, s are this rank's, hit and lse
+    those of the whole vocabulary; rows whose factor is 0 do not count."""
+    x, weight, local, z, p, tile, softcap, scratch, dtype = state
+    mass = s * (m - lse).exp()
+    r = ce_grad_(p, z, local, lse, mass, hit, softcap, z_loss, tile)
+    r = torch.where(factor == 0, 0.0, r * factor)[:, None]
+    add_weight_grad_(weight_grad, p, (x * r).to(x.dtype), scratch)
+    return torch.mm(p, weight).mul_(r).to(dtype)
 
 
 def main():
@@ -511,13 +456,13 @@ def main():
     x, w, gate = torch.randn(96, 64), torch.randn(64), torch.randn(96, 64)
     table, targets = torch.randn(1000, 64), torch.randint(1000, (96,))
     cos, sin = rope_tables(48, 16, 10000.0)
+    (m, s, hit), _ = ce_forward(x, table, targets, None, {})
     pairs = [
         ("rms_norm", rms_norm(x, w, 1e-5), rms_norm_ref(x, w, 1e-5)),
         ("rotary", rotary(q, k, cos, sin)[0], rotary_ref(q, k, cos, sin)[0]),
         ("swiglu", swiglu(gate, x), swiglu_ref(gate, x)),
         ("attention", attention(q, k, v), attention_ref(q, k, v)),
-        ("linear_cross_entropy", linear_cross_entropy(x, table, targets, torch.tensor(1.0)),
-         F.cross_entropy(F.linear(x, table), targets, reduction="sum")),
+        ("cross-entropy", (m + s.log() - hit).sum(), linear_cross_entropy_ref(x, table, targets)),
     ]
     print("operation              largest value    largest difference from the definition")
     for name, got, want in pairs:

@@ -4,15 +4,16 @@ A model is a list of blocks (embedding, layers, head); each maps [B, T, D] to [B
 
     tokens -> embed -> layer 0 -> ... -> layer L-1 -> head -> loss
 
-    layer:   x ----+--> norm -> enter -> q k v -> attention -> o -> leave --(+)--+--> ...
-                   |                                                        |    |
-                   +--------------------------------------------------------+    |
-             ... --+--> norm -> enter -> gate up -> swiglu -> down -> leave --(+)--> x
-                   +----------------------------------------------------------+
+    layer:   x ----+--> norm -> enter: q k v -> attention -> o -> leave --(+)--+--> ...
+                   |                                                      |    |
+                   +------------------------------------------------------+    |
+             ... --+--> norm -> enter: gate up -> swiglu -> down -> leave --(+)--> x
+                   +--------------------------------------------------------+
 
 Tensor parallelism is the four calls named enter and leave: between them every rank holds the whole
 sequence and its share of the heads and of the MLP; outside them every rank holds its share of the
-sequence. With one rank they do nothing, and what remains is the plain model.
+sequence. With one rank enter is the plain products, leave does nothing, and what remains is the
+plain model.
 
 The choices in the config make it GPT-2 (layernorm, learned positions, gelu, bias, tied), Llama
 (rmsnorm, rotary, swiglu, grouped heads) or Qwen3 (and qk_norm).
@@ -36,15 +37,19 @@ import torch.nn.functional as F
 import kernels
 from parallel import (
     Blocks,
+    all_gather,
     build_mesh,
     declare,
     enter,
     key64,
     layout_of,
     leave,
+    linear_cross_entropy,
     list_params,
     logical_index,
+    lookup,
     mix64,
+    positions_of,
     random_bits,
     shift_right,
 )
@@ -110,13 +115,13 @@ class Micro(NamedTuple):
 
     tokens: torch.Tensor  # [B, T] int64
     targets: torch.Tensor | None  # [B, T] int64, -100 where nothing is to be predicted
-    pos: torch.Tensor | None  # [B, T] int64, None: 0 .. T-1
+    pos: torch.Tensor  # [T/tp] or [B, T/tp] int64, of this tp rank's part of the sequence
     lo: torch.Tensor | None  # [B, T] int32, the first key each query sees; None: causal
     cos: torch.Tensor | None  # [T, d_head/2], or [B, T, d_head/2] where pos is given
     sin: torch.Tensor | None
     scale: torch.Tensor | None  # 0-d: what the gradient of the summed loss is multiplied by
     drop_key: torch.Tensor | None  # 0-d int64, of the seed and the step; None: no dropout
-    drop_index: torch.Tensor | None  # [B, T] int64: number of the token in the global batch
+    drop_index: torch.Tensor | None  # [B, T/tp] int64: number of the token in the global batch
 
 
 # ---------------------------------------------------------------------------------------------
@@ -141,9 +146,10 @@ class Norm(nn.Module):
 
 def linear(d_in, d_out, bias, cut, tp):
     """A local nn.Linear, declared: cut 0 splits its outputs over tp (column product), cut 1 its
-    inputs (row product: the outputs are partial sums, the bias is whole and added after them)."""
+    inputs (row product: the outputs are partial sums, the bias is whole and added after them);
+    cut None: whole on every rank, each of which uses some of the outputs."""
     full = (d_out, d_in)
-    d_out, d_in = (d_out // tp, d_in) if cut == 0 else (d_out, d_in // tp)
+    d_out, d_in = (d_out // tp if cut == 0 else d_out), (d_in // tp if cut == 1 else d_in)
     layer = nn.Linear(d_in, d_out, bias=bias)
     declare(layer.weight, cut, full)
     if bias:
@@ -152,59 +158,61 @@ def linear(d_in, d_out, bias, cut, tp):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped heads: n_head queries share n_kv_head keys and values."""
+    """Causal self-attention with grouped heads: n_head queries share n_kv_head keys and values.
+    With fewer of these than tp ranks, their weights are whole everywhere, and a rank computes the
+    one head that its queries need."""
 
-    def __init__(self, cfg, mesh):
+    def __init__(self, cfg, mesh, keep_gathered):
         super().__init__()
         self.mesh, self.d_head, self.rotary = mesh, cfg.d_head, cfg.positions == "rotary"
+        self.keep, self.enter, self.leave = keep_gathered, enter, leave
         tp = mesh.size["tp"]
         d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
+        self.shared = cfg.n_kv_head < tp  # one key head for several ranks: the number of this one
+        self.kv_head = mesh.coord["tp"] * cfg.n_kv_head // tp
         self.q = linear(cfg.d_model, d_q, cfg.bias, 0, tp)
-        self.k = linear(cfg.d_model, d_kv, cfg.bias, 0, tp)
-        self.v = linear(cfg.d_model, d_kv, cfg.bias, 0, tp)
+        self.k = linear(cfg.d_model, d_kv, cfg.bias, None if self.shared else 0, tp)
+        self.v = linear(cfg.d_model, d_kv, cfg.bias, None if self.shared else 0, tp)
         self.o = linear(d_q, cfg.d_model, cfg.bias, 1, tp)
         norm_cfg = dataclasses.replace(cfg, norm="rmsnorm")
         self.q_norm = Norm(norm_cfg, cfg.d_head) if cfg.qk_norm else None
         self.k_norm = Norm(norm_cfg, cfg.d_head) if cfg.qk_norm else None
 
-    def forward(self, x, micro):
-        x = enter(x, self.mesh)  # [B, T, D]
-        B, T, _ = x.shape
-        q = self.q(x).view(B, T, -1, self.d_head)  # [B, T, H, d]
-        k = self.k(x).view(B, T, -1, self.d_head)  # [B, T, Hkv, d]
-        v = self.v(x).view(B, T, -1, self.d_head)
+    def kv(self, layer):
+        """(weight, bias) of the key or value heads that this rank's queries need."""
+        if not self.shared:
+            return layer.weight, layer.bias
+        rows = slice(self.kv_head * self.d_head, (self.kv_head + 1) * self.d_head)
+        return layer.weight[rows], None if layer.bias is None else layer.bias[rows]
+
+    def forward(self, x, micro, cheap):
+        layers = [(self.q.weight, self.q.bias), self.kv(self.k), self.kv(self.v)]
+        q, k, v = (y.unflatten(2, (-1, self.d_head))  # [B, T, H, d], local heads
+                   for y in self.enter(x, layers, self.mesh, self.keep))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = kernels.rotary(q, k, micro.cos, micro.sin)
-        out = kernels.attention(q, k, v, micro.lo).reshape(B, T, -1)
-        return row_product(self.o, out, self.mesh)
+        out = kernels.attention(q, k, v, micro.lo, keep=cheap is plain).flatten(2)
+        return self.leave(out, self.o.weight, self.o.bias, self.mesh)
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) * up x); or GELU: down(gelu(up x))."""
 
-    def __init__(self, cfg, mesh):
+    def __init__(self, cfg, mesh, keep_gathered):
         super().__init__()
-        self.mesh, tp = mesh, mesh.size["tp"]
-        gated = cfg.activation == "swiglu"
+        self.mesh, self.keep, self.enter, self.leave = mesh, keep_gathered, enter, leave
+        tp, gated = mesh.size["tp"], cfg.activation == "swiglu"
         self.gate = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp) if gated else None
         self.up = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp)
         self.down = linear(cfg.d_ff, cfg.d_model, cfg.bias, 1, tp)
 
-    def forward(self, x):
-        x = enter(x, self.mesh)
-        up = self.up(x)
-        h = kernels.gelu(up) if self.gate is None else kernels.swiglu(self.gate(x), up)
-        return row_product(self.down, h, self.mesh)
-
-
-def row_product(layer, x, mesh):
-    """The product of a row-cut linear, summed over tp, then its bias, once."""
-    if mesh.size["tp"] == 1:
-        return layer(x)
-    y = leave(F.linear(x, layer.weight), mesh)
-    return y if layer.bias is None else y + layer.bias
+    def forward(self, x, cheap):
+        layers = [(layer.weight, layer.bias) for layer in (self.gate, self.up) if layer is not None]
+        h = self.enter(x, layers, self.mesh, self.keep)  # [B, T, d_ff/tp] each
+        h = cheap(kernels.gelu if self.gate is None else kernels.swiglu, *h)
+        return self.leave(h, self.down.weight, self.down.bias, self.mesh)
 
 
 class Dropout(nn.Module):
@@ -220,150 +228,175 @@ class Dropout(nn.Module):
         if self.p == 0 or micro.drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device)
-        index = micro.drop_index.unsqueeze(-1) * x.shape[-1] + channel  # [B, T, D]
+        index = micro.drop_index.unsqueeze(-1) * x.shape[-1] + channel  # [B, T/tp, D]
         bits = shift_right(random_bits(mix64(micro.drop_key + self.place), index), 11)  # 53 bits
         kept = bits >= int(self.p * 2**53)
         return torch.where(kept, x, 0) * (1 / (1 - self.p))
 
 
+def plain(fn, *inputs):
+    return fn(*inputs)
+
+
+class Remake:
+    """Calls fn(*inputs) now. Where autograd would keep the result, it keeps the recipe, and the
+    result is made again when backward asks for it: no communication is among what is repeated."""
+
+    def __init__(self):
+        self.made = {}  # address of a result -> (recipe, the result, so that the address is its)
+        self.last = None, None  # (recipe, result): several products may have read the same
+
+    def __call__(self, fn, *inputs):
+        y = fn(*inputs)
+        self.made[y.data_ptr()] = (fn, *(x.detach() for x in inputs)), y
+        return y
+
+    def pack(self, x):
+        recipe, y = self.made.get(x.data_ptr(), (None, None))
+        return x if recipe is None else (recipe, x.shape, x.stride())
+
+    def unpack(self, kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        recipe, shape, stride = kept
+        if self.last[0] is not recipe:
+            with torch.no_grad():
+                self.last = recipe, recipe[0](*recipe[1:])
+        return self.last[1].as_strided(shape, stride)
+
+
 class Layer(nn.Module):
-    def __init__(self, cfg, mesh, number):
+    def __init__(self, cfg, mesh, number, keep_gathered):
         super().__init__()
         self.attn_norm = Norm(cfg, cfg.d_model)
-        self.attn = Attention(cfg, mesh)
+        self.attn = Attention(cfg, mesh, keep_gathered)
         self.mlp_norm = Norm(cfg, cfg.d_model)
-        self.mlp = MLP(cfg, mesh)
+        self.mlp = MLP(cfg, mesh, keep_gathered)
         self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
         self.mlp_drop = Dropout(cfg.dropout, 2 * number + 2)
 
-    def forward(self, x, micro):
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), micro), micro)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), micro)
+    def forward(self, x, micro, cheap=plain):
+        x = x + self.attn_drop(self.attn(cheap(self.attn_norm, x), micro, cheap), micro)
+        return x + self.mlp_drop(self.mlp(cheap(self.mlp_norm, x), cheap), micro)
 
-
-class _Lookup(torch.autograd.Function):
-    """weight[index], whose backward adds straight into the float32 accumulator `main_grad`: a
-    gradient tensor as large as the table would be written, read and thrown away each microbatch."""
-
-    @staticmethod
-    def forward(ctx, index, weight, main_grad):
-        ctx.save_for_backward(index)
-        ctx.main_grad, ctx.shape = main_grad, weight.shape
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
-        index, grad = index.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if ctx.main_grad is None:
-            return None, grad.new_zeros(ctx.shape).index_add_(0, index, grad), None
-        ctx.main_grad.index_add_(0, index, grad.to(ctx.main_grad.dtype))
-        return None, None, None
+    def selective(self, x, micro):
+        """forward that keeps the products and the output of attention, and in backward makes
+        again what is cheap: norms, activations, attention's probabilities."""
+        cheap = Remake()
+        with torch.autograd.graph.saved_tensors_hooks(cheap.pack, cheap.unpack):
+            y = self.forward(x, micro, cheap)
+        cheap.made.clear()
+        return y
 
 
 class Table(nn.Module):
-    """Rows looked up by number."""
+    """Rows to be looked up by number."""
 
-    def __init__(self, rows, dim, full_rows):
+    def __init__(self, rows, dim, cut=None, full_rows=None):
         super().__init__()
-        self.weight = declare(nn.Parameter(torch.empty(rows, dim)), 0, (full_rows, dim))
-
-    def forward(self, index):
-        return _Lookup.apply(index, self.weight, getattr(self.weight, "main_grad", None))
+        full_shape = (full_rows or rows, dim)
+        self.weight = declare(nn.Parameter(torch.empty(rows, dim)), cut, full_shape)
 
 
 class Embed(nn.Module):
-    def __init__(self, cfg, vocab_rows):
+    def __init__(self, cfg, mesh, vocab_rows):
         super().__init__()
-        self.tokens = Table(vocab_rows, cfg.d_model, cfg.vocab_size)
-        learned = cfg.positions == "learned"
-        self.positions = Table(cfg.max_len, cfg.d_model, cfg.max_len) if learned else None
+        self.mesh = mesh
+        self.tokens = Table(vocab_rows, cfg.d_model, 0, cfg.vocab_size)
+        self.positions = Table(cfg.max_len, cfg.d_model) if cfg.positions == "learned" else None
         self.drop = Dropout(cfg.dropout, 0)
 
     def forward(self, _, micro):
-        x = self.tokens(micro.tokens)
+        x = lookup(micro.tokens, self.tokens.weight, self.mesh)  # [B, T/tp, D]
         if self.positions is not None:
-            at = micro.pos
-            if at is None:
-                at = torch.arange(x.shape[1], device=x.device)
-            x = x + self.positions(at)
+            x = x + lookup(micro.pos, self.positions.weight)
         return self.drop(x, micro)
 
 
 class Head(nn.Module):
     """Final norm, output layer and loss. The logits of a chunk of tokens exist at a time."""
 
-    def __init__(self, cfg, weight, loss_chunk):
+    def __init__(self, cfg, mesh, weight, loss_chunk):
         super().__init__()
-        self.vocab, self.softcap, self.z_loss = cfg.vocab_size, cfg.logit_softcap, cfg.z_loss
-        self.loss_chunk, self.scratch = loss_chunk, {}
+        self.mesh, self.vocab, self.chunk = mesh, cfg.vocab_size, loss_chunk
+        self.softcap, self.z_loss, self.scratch = cfg.logit_softcap, cfg.z_loss, {}
         self.norm = Norm(cfg, cfg.d_model)
         self.weight = weight
 
     def forward(self, x, micro):
         """The sum of the loss over the tokens with a target (0-d)."""
-        x = self.norm(x).reshape(-1, x.shape[-1])  # [B*T, D]
+        tp = self.mesh.size["tp"]
+        x = self.norm(x).reshape(-1, x.shape[-1])  # [B*T/tp, D]
+        targets = micro.targets.unflatten(1, (tp, -1)).transpose(0, 1).reshape(tp, -1)
         main_grad = getattr(self.weight, "main_grad", None)
-        return kernels.linear_cross_entropy(
-            x, self.weight, micro.targets.reshape(-1), micro.scale, valid=self.vocab,
-            weight_grad=main_grad, chunk=self.loss_chunk, softcap=self.softcap, z_loss=self.z_loss,
+        functions = (kernels.ce_weight, kernels.ce_forward, kernels.ce_backward)
+        return linear_cross_entropy(
+            self.mesh, functions, x, self.weight, targets, micro.scale, vocab=self.vocab,
+            chunk=self.chunk, weight_grad=main_grad, softcap=self.softcap, z_loss=self.z_loss,
             scratch=self.scratch)
 
-    def logits(self, x):
-        """[B, T, D] -> [B, T, V] in float32, without padding of the vocabulary."""
-        logits = F.linear(self.norm(x), self.weight)[..., : self.vocab].float()
+    def logits(self, x, at):
+        """Of position `at`, for every rank: x [B, T/tp, D] -> [B, V] in float32, without padding
+        of the vocabulary. All-gathers over tp of x and of the logits."""
+        x = all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")[at]  # [B, D]
+        logits = all_gather(self.mesh, F.linear(self.weight, x), "tp", "sampling")  # [rows, B]
+        logits = logits[: self.vocab].t().float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 class Transformer(nn.Module):
     """The blocks of the whole model. Build it on the meta device: `build` gives it storage."""
 
-    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024):
+    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False):
         super().__init__()
         self.cfg, self.mesh = cfg, mesh
-        rows = -(-cfg.vocab_size // pad_vocab) * pad_vocab
-        self.embed = Embed(cfg, rows)
-        self.layers = nn.ModuleList(Layer(cfg, mesh, i) for i in range(cfg.n_layer))
+        rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this rank
+        self.embed = Embed(cfg, mesh, rows)
+        layers = (Layer(cfg, mesh, i, keep_gathered) for i in range(cfg.n_layer))
+        self.layers = nn.ModuleList(layers)
         weight = self.embed.tokens.weight
         if not cfg.tied:
             weight = declare(nn.Parameter(torch.empty(rows, cfg.d_model)), 0,
                              (cfg.vocab_size, cfg.d_model))
-        self.head = Head(cfg, weight, loss_chunk)
+        self.head = Head(cfg, mesh, weight, loss_chunk)
         self.tables = (None, None)
 
     def named_blocks(self):
         layers = [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
         return [("embed", self.embed), *layers, ("head", self.head)]
 
-    def functions(self, compiled=False):
+    def functions(self, compiled=False, selective=False):
         """One function (x, micro) -> x for each block. Compiled, all layers share one
-        compilation: what differs between them enters as tensors."""
-        forward = Layer.forward
+        compilation: what differs between them enters as tensors. Communication stays outside."""
+        forward, whole = Layer.selective if selective else Layer.forward, self.mesh.size["tp"] == 1
         if compiled:
-            forward = torch.compile(forward, dynamic=False, fullgraph=True)
+            forward = torch.compile(forward, dynamic=False, fullgraph=whole)
+        for layer in self.layers if compiled and not whole else ():
+            for part in (layer.attn, layer.mlp):
+                part.enter, part.leave = map(torch.compiler.disable, (enter, leave))
         layers = [lambda x, micro, layer=layer: forward(layer, x, micro) for layer in self.layers]
         return [self.embed, *layers, self.head]
 
     def micro(self, tokens, targets=None, pos=None, lo=None, scale=None, drop_key=None,
               sample=None):
-        """Complete a microbatch: rotary tables at its positions, numbers for dropout."""
-        cos, sin = self.tables
+        """Complete a microbatch: rotary tables at its positions, and what belongs to this tp
+        rank's part of the sequence: positions, numbers for dropout."""
+        T, (cos, sin) = tokens.shape[1], self.tables
         if cos is not None:
-            cos, sin = (t[: tokens.shape[1]] if pos is None else t[pos] for t in (cos, sin))
-        drop_index = None
-        if drop_key is not None and self.cfg.dropout > 0:
-            T = tokens.shape[1]
-            drop_index = sample.unsqueeze(1) * T + torch.arange(T, device=tokens.device)
-        else:
-            drop_key = None
+            cos, sin = (t[:T] if pos is None else t[pos] for t in (cos, sin))
+        at = torch.arange(T, device=tokens.device).unsqueeze(0)
+        drop_key, drop_index = drop_key if self.cfg.dropout > 0 else None, None
+        if drop_key is not None:
+            drop_index = positions_of(sample.unsqueeze(1) * T + at, self.mesh)
+        pos = positions_of(at if pos is None else pos, self.mesh)
         return Micro(tokens, targets, pos, lo, cos, sin, scale, drop_key, drop_index)
 
 
-def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, **sharding):
+def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, **sharding):
     """Meta model -> storage. Returns (model, Blocks), weights still zero. `sharding`: the options
     of Blocks."""
     with torch.device("meta"):
-        model = Transformer(cfg, mesh, pad_vocab, loss_chunk)
+        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered)
     blocks = Blocks(model.named_blocks(), mesh, dtype, **sharding)
     for module in model.modules():
         if isinstance(module, Dropout):
@@ -461,14 +494,18 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
     generator = torch.Generator(tokens.device).manual_seed(seed)
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(n):
-        micro = model.micro(tokens[:, -model.cfg.max_len :])
-        x = None
+        context = tokens[:, -model.cfg.max_len :]
+        last, pos = context.shape[1] - 1, None
+        if extra := -context.shape[1] % model.mesh.size["tp"]:  # to a length that tp divides: what
+            context = F.pad(context, (0, extra))  # comes after the last token changes nothing
+            pos = torch.arange(context.shape[1], device=tokens.device).clamp(max=last)
+            pos = pos.expand(context.shape)
+        micro, x = model.micro(context, pos=pos), None
         for i, (_, block) in enumerate(model.named_blocks()):
             blocks.gather(i)
-            x = block.logits(x[:, -1:]) if block is model.head else block(x, micro)
+            x = block.logits(x, last) if block is model.head else block(x, micro)
             blocks.free(i)
-        logits = x[:, -1]
-        token = pick(logits, temperature, top_k, top_p, generator)
+        token = pick(x, temperature, top_k, top_p, generator)
         tokens = torch.cat([tokens, token.unsqueeze(1)], dim=1)
         if stop is not None:
             done |= token == stop

@@ -15,13 +15,14 @@ autograd has to see through come as conjugate pairs (section 2): what one does i
 does in backward.
 
     name    forward                         backward                       bytes a rank sends
-    enter   all-gather the sequence (tp)    reduce-scatter the gradient    N (n-1)/n each way,
-    leave   reduce-scatter the sum (tp)     all-gather the gradient        N: the gathered size
+    enter   all-gather the sequence (tp)    reduce-scatter the gradient,   N (n-1)/n each,
+                                            all-gather the sequence again  N: the gathered size
+    leave   reduce-scatter the sum (tp)     all-gather the gradient        N (n-1)/n each way
 
 With one rank on an axis each of them is the identity, and no collective is called: one process is
 the specification that every layout has to reproduce.
 
-    python parallel.py          draws the grid of a layout and the blocks that ranks exchange
+    python parallel.py          draws the grid of a layout
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw
 
 # ---------------------------------------------------------------------------------------------
@@ -43,6 +46,8 @@ UNIONS = {  # groups over several axes at once
     "data": ("dp", "fsdp"),  # ranks that read different samples
     "shard": ("fsdp", "cp"),  # ranks that hold the shards of one copy of the parameters
     "grad": ("dp", "fsdp", "cp"),  # ranks that hold parts of a dense parameter's gradient
+    "model": ("pp", "tp"),  # ranks that hold the parts of one model
+    "copy": ("pp", "fsdp", "cp", "tp"),  # the same, where the parts are sharded as well
 }
 
 
@@ -74,6 +79,10 @@ def start(device):
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, device_id=bind, timeout=timedelta(minutes=10))
     return dist.get_rank(), dist.get_world_size(), local_rank
+
+
+def ranks_of_node():  # as started by torchrun
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def stop():
@@ -133,28 +142,32 @@ def build_mesh(sizes, device):
     grid = dist.init_device_mesh(mesh.device.type, shape, mesh_dim_names=real)
     for axis in AXES:
         mesh.group[axis] = grid.get_group(axis) if axis in real else None
+    made = {(): None} | {(axis,): mesh.group[axis] for axis in real}
     for name, axes in UNIONS.items():
         axes = tuple(a for a in axes if a in real)
-        mesh.group[name] = None if not axes else mesh.group[axes[0]] if len(axes) == 1 else \
-            grid[axes]._flatten(name).get_group()
+        if axes not in made:
+            made[axes] = grid[axes]._flatten(name).get_group()
+        mesh.group[name] = made[axes]
     simulated = dist.get_backend() == "fake"  # one process plays one rank of a world that is not
     mesh.control = dist.new_group(backend=None if simulated else "gloo")
     return mesh
 
 
-def count(mesh, axis, op, nbytes):
-    calls = mesh.ledger.setdefault((axis, op), [0, 0])
+def count(mesh, axis, op, nbytes, what=""):
+    """Enter a call into the ledger; `what` gives it a line of its own."""
+    calls = mesh.ledger.setdefault((axis, f"{op} ({what})" if what else op), [0, 0])
     calls[0] += 1
     calls[1] += nbytes
 
 
-def all_reduce(mesh, x, axis, op="sum", wait=True):
+def all_reduce(mesh, x, axis, op="sum", wait=True, what=""):
     """Sum (or max, min) of x over `axis`, in place, on every rank. Sends 2 N (n-1)/n bytes of N.
     With wait=False returns a handle (None at size 1) whose wait() makes x ready."""
     n = mesh.size[axis]
     if n == 1:
         return x if wait else None
-    count(mesh, axis, f"all_reduce {op}", 2 * x.numel() * x.element_size() * (n - 1) // n)
+    nbytes = 2 * x.numel() * x.element_size() * (n - 1) // n
+    count(mesh, axis, f"all_reduce {op}", nbytes, what)
     how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, how, group=mesh.group[axis], async_op=not wait)
     return x if wait else work
@@ -172,27 +185,32 @@ class Handle:
         return self.finish()
 
 
-def all_gather_into(mesh, out, x, axis):
+def all_gather_into(mesh, out, x, axis, what=""):
     """Start to gather the x of every rank of `axis` into out, joined along dim 0. Sends N (n-1)/n
     bytes of the N gathered. x may be this rank's part of out."""
     n = mesh.size[axis]
     if n == 1:
         out.copy_(x)
         return Handle(None, lambda: out)
-    count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n)
+    count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n, what)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
     return Handle(gather(out, x, group=mesh.group[axis], async_op=True), lambda: out)
 
 
-def all_gather(mesh, x, axis):
-    """The x of every rank of `axis`, joined along dim 0: [n * x.shape[0], ...]."""
+def all_gather_start(mesh, x, axis, what=""):
+    """Start to join the x of every rank of `axis` along dim 0: [n * x.shape[0], ...]."""
     if mesh.size[axis] == 1:
-        return x
+        return Handle(None, lambda: x)
     out = x.new_empty(mesh.size[axis] * x.shape[0], *x.shape[1:])
-    return all_gather_into(mesh, out, x.contiguous(), axis).wait()
+    return all_gather_into(mesh, out, x.contiguous(), axis, what)
 
 
-def reduce_scatter_start(mesh, x, axis):
+def all_gather(mesh, x, axis, what=""):
+    """The x of every rank of `axis`, joined along dim 0."""
+    return all_gather_start(mesh, x, axis, what).wait()
+
+
+def reduce_scatter_start(mesh, x, axis, what=""):
     """Start to sum x over `axis`; the handle gives this rank's 1/n of it along dim 0, in float32
     or better. Sends N (n-1)/n bytes of N.
 
@@ -203,7 +221,7 @@ def reduce_scatter_start(mesh, x, axis):
     if n == 1:
         return Handle(None, lambda: x)
     assert x.shape[0] % n == 0, (x.shape, n)
-    count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n)
+    count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n, what)
     if x.device.type == "cpu":
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=mesh.group[axis], async_op=True)
@@ -214,11 +232,11 @@ def reduce_scatter_start(mesh, x, axis):
     return Handle(scatter(out, x, group=mesh.group[axis], async_op=True), lambda: out)
 
 
-def reduce_scatter(mesh, x, axis):
-    """This rank's 1/n, along dim 0, of the sum of x over `axis`."""
+def reduce_scatter(mesh, x, axis, what=""):
+    """This rank's 1/n, along dim 0, of the sum of x over `axis`, in x.dtype."""
     if mesh.size[axis] == 1:
         return x
-    return reduce_scatter_start(mesh, x.contiguous(), axis).wait().to(x.dtype)
+    return reduce_scatter_start(mesh, x.contiguous(), axis, what).wait().to(x.dtype)
 
 
 class Pending:
@@ -261,7 +279,7 @@ def tell(mesh, value):
 
 def ledger_table(mesh):
     """The ledger as text, a line for each (axis, operation)."""
-    rows = [f"  {axis:<6} {op:<26} {calls:>6} calls {nbytes:>16,} bytes"
+    rows = [f"  {axis:<6} {op:<28} {calls:>6} calls {nbytes:>16,} bytes"
             for (axis, op), (calls, nbytes) in sorted(mesh.ledger.items())]
     return "\n".join(rows) or "  nothing: one process"
 
@@ -271,37 +289,71 @@ def ledger_table(mesh):
 
 
 class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mesh):
-        ctx.mesh = mesh
-        return all_gather(mesh, x.transpose(0, 1), "tp").transpose(0, 1)
+    """Gather, then a product with each weight. What stays for backward is this rank's shard; it is
+    gathered again beside the input-gradient product (`keep`: the gathered sequence stays). Inside,
+    the sequence is dim 0, so that gathers and scatters need no copies."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(ctx.mesh, grad.transpose(0, 1), "tp").transpose(0, 1), None
+    def forward(ctx, x, mesh, keep, *params):
+        weights, biases = params[::2], params[1::2]
+        whole = all_gather(mesh, x.transpose(0, 1), "tp")  # [T, B, D]
+        ctx.save_for_backward(whole if keep else x, *weights)
+        ctx.mesh, ctx.keep, ctx.biased = mesh, keep, [b is not None for b in biases]
+        return tuple(F.linear(whole, w, b).transpose(0, 1) for w, b in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (x, *weights), mesh, dx = ctx.saved_tensors, ctx.mesh, None
+        gathering = Handle(None, lambda: x) if ctx.keep else \
+            all_gather_start(mesh, x.transpose(0, 1), "tp")
+        T, B = grads[0].shape[1], grads[0].shape[0]
+        grads = [g.transpose(0, 1).reshape(T * B, -1) for g in grads]
+        for g, w in zip(grads, weights):
+            dx = g @ w if dx is None else dx.addmm_(g, w)
+        scattering = reduce_scatter_start(mesh, dx.view(T, B, -1), "tp")
+        whole, out = gathering.wait().reshape(T * B, -1), []
+        for g, biased in zip(grads, ctx.biased):
+            out += [g.t() @ whole, g.sum(0) if biased else None]
+        return scattering.wait().to(dx.dtype).transpose(0, 1), None, None, *out
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh):
-        ctx.mesh = mesh
-        return reduce_scatter(mesh, x.transpose(0, 1), "tp").transpose(0, 1)
+    def forward(ctx, x, mesh, what):  # [T, B, D] -> [T/tp, B, D]
+        ctx.mesh, ctx.what = mesh, what
+        return reduce_scatter(mesh, x, "tp", what)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        return all_gather(ctx.mesh, grad.transpose(0, 1), "tp").transpose(0, 1), None
+        return all_gather(ctx.mesh, grad, "tp", ctx.what), None, None
 
 
-def enter(x, mesh):
-    """[B, T/tp, D] -> [B, T, D]: each tp rank gets the whole sequence before a column product.
-    Forward: all-gather over tp. Backward: reduce-scatter of the partial gradients over tp."""
-    return x if mesh.size["tp"] == 1 else _Enter.apply(x, mesh)
+def enter(x, layers, mesh, keep=False):
+    """The whole sequence times this rank's rows of each (weight, bias): x [B, T/tp, D] ->
+    [[B, T, rows], ...]. Forward: all-gather of x over tp. Backward: all-gather of x again (not
+    with `keep`), reduce-scatter of its partial gradients over tp."""
+    if mesh.size["tp"] == 1:
+        return [F.linear(x, weight, bias) for weight, bias in layers]
+    return _Enter.apply(x, mesh, keep, *[t for pair in layers for t in pair])
 
 
-def leave(x, mesh):
-    """[B, T, D] partial sums -> [B, T/tp, D]: after a row product each rank keeps its positions.
-    Forward: reduce-scatter over tp. Backward: all-gather over tp."""
-    return x if mesh.size["tp"] == 1 else _Leave.apply(x, mesh)
+def leave(x, weight, bias, mesh):
+    """The whole sequence times this rank's columns of the weight, summed over the ranks, and the
+    bias added once: x [B, T, columns] -> [B, T/tp, D]. Forward: reduce-scatter over tp. Backward:
+    all-gather over tp."""
+    if mesh.size["tp"] == 1:
+        return F.linear(x, weight, bias)
+    y = _Leave.apply(F.linear(x.transpose(0, 1), weight), mesh, "").transpose(0, 1)
+    return y if bias is None else y + bias
+
+
+def positions_of(x, mesh):
+    """This tp rank's positions of what every one of them holds: [B, T, ...] -> [B, T/tp, ...]."""
+    tp = mesh.size["tp"]
+    assert x.shape[1] % tp == 0, (x.shape, tp)
+    return x.chunk(tp, 1)[mesh.coord["tp"]]
 
 
 def shift_right(x, n):
@@ -336,6 +388,116 @@ def random_bits(key, index):
 
 
 # ---------------------------------------------------------------------------------------------
+# 3. A vocabulary split over tp: rank r holds rows r n .. (r+1) n of the table, padded at the end
+
+IGNORE = -100  # a target that does not count
+
+
+class _Lookup(torch.autograd.Function):
+    """This rank's part of weight[index], zero where the row is another's. The backward adds
+    straight into the accumulator `main_grad`: a gradient as large as the table would be written,
+    read and thrown away each microbatch."""
+
+    @staticmethod
+    def forward(ctx, index, weight, main_grad, owner):
+        n = weight.shape[0]
+        foreign = None if owner is None else (index // n != owner).unsqueeze(-1)
+        index = index if owner is None else index % n  # the owner's row; elsewhere any will do
+        ctx.save_for_backward(index, foreign)
+        ctx.main_grad, ctx.shape = main_grad, weight.shape
+        rows = F.embedding(index, weight)
+        return rows if owner is None else rows.masked_fill_(foreign, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        index, foreign = ctx.saved_tensors
+        grad = grad if foreign is None else grad.masked_fill(foreign, 0)
+        index, grad = index.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if ctx.main_grad is None:
+            return None, grad.new_zeros(ctx.shape).index_add_(0, index, grad), None, None
+        ctx.main_grad.index_add_(0, index, grad.to(ctx.main_grad.dtype))
+        return None, None, None, None
+
+
+def lookup(index, weight, mesh=None):
+    """Rows of a table by number: index [B, T] -> [B, T, D]; with a mesh from a table split over
+    tp, where each rank keeps its positions of the sum: [B, T/tp, D]. Forward: reduce-scatter over
+    tp. Backward: all-gather over tp."""
+    main_grad = getattr(weight, "main_grad", None)
+    if mesh is None or mesh.size["tp"] == 1:
+        return _Lookup.apply(index, weight, main_grad, None)
+    rows = _Lookup.apply(index.t(), weight, main_grad, mesh.coord["tp"])
+    return _Leave.apply(rows, mesh, "embedding").transpose(0, 1)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loop over chunks. The logits of a chunk are the only V-wide thing there is, and its
+    gathered rows the only ones there are: the gradients are made, and sent home, at once."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, scale, mesh, kernels, o):
+        ce_weight, ce_forward, ce_backward = kernels
+        start, scratch = mesh.coord["tp"] * weight.shape[0], o["scratch"]
+        w = ce_weight(weight[: min(max(o["vocab"] - start, 0), weight.shape[0])])
+        losses = x.new_zeros(targets.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        dx = torch.empty_like(x) if o["grad"] else None
+        dw = o["weight_grad"]
+        if o["grad"] and dw is None:
+            dw = losses.new_zeros(weight.shape)
+        for i in range(0, len(x), o["rows"]):
+            xs = all_gather(mesh, x[i : i + o["rows"]], "tp", "loss")
+            t = targets[:, i : i + o["rows"]].reshape(-1)
+            (m, s, hit), state = ce_forward(xs, w, t - start, o["softcap"], scratch)
+            top = all_reduce(mesh, m.clone(), "tp", "max", what="loss")
+            sums = torch.stack((s * (m - top).exp(), hit))
+            total, hit = all_reduce(mesh, sums, "tp", what="loss")
+            lse, counted = top + total.log(), t != IGNORE
+            loss = torch.where(counted, lse - hit + o["z_loss"] * lse.square(), 0.0)
+            loss = torch.where(counted & ((t < 0) | (t >= o["vocab"])), math.nan, loss)
+            losses[:, i : i + o["rows"]] = loss.view(len(targets), -1)
+            if o["grad"]:
+                factor = torch.where(loss.isnan(), math.nan, torch.where(counted, scale, 0.0))
+                part = ce_backward(state, m, s, hit, lse, factor, o["z_loss"], dw[: len(w)])
+                dx[i : i + o["rows"]] = reduce_scatter(mesh, part, "tp", "loss")
+        if o["grad"]:
+            ctx.types = x.dtype, weight.dtype
+            ctx.save_for_backward(dx, None if o["weight_grad"] is not None else dw)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, up):
+        dx, dw = ctx.saved_tensors
+        dx, dw = (dx * up).to(ctx.types[0]), None if dw is None else (dw * up).to(ctx.types[1])
+        return dx, dw, None, None, None, None, None
+
+
+def linear_cross_entropy(mesh, kernels, x, weight, targets, scale, *, vocab, chunk,
+                         weight_grad=None, softcap=None, z_loss=0.0, scratch=None):
+    """The sum, over the tokens that have a target, of the cross-entropy of x W^T with it (and of
+    z_loss lse^2; logits capped to softcap tanh(logit / softcap)): 0-d, the same on all tp ranks.
+    What backward propagates is the gradient of scale * that sum.
+
+    x [N/tp, D], this rank's tokens; weight [rows, D], its rows of the table, of which those past
+    `vocab` are padding and never predicted; targets [tp, N/tp], all ranks' ids, -100 where nothing
+    is to be predicted (another id outside of the vocabulary makes loss and gradients NaN); scale
+    0-d: it enters before anything is rounded to x.dtype. No more than
+    `chunk` tokens' logits exist at a time. `kernels`: (ce_weight, ce_forward, ce_backward) of
+    kernels.py. With gradients enabled the forward makes them: the weight's is added to
+    `weight_grad` there and then, for an upstream gradient of 1 (without it, it goes through
+    autograd). `scratch`: a dict of the caller's, for buffers that live from call to call.
+
+    Over tp, each chunk: all-gather of x, MAX of the largest logits, SUM of (sum of exponentials,
+    target's logit), reduce-scatter of the gradient of x. The backward moves nothing."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    options = dict(vocab=vocab, rows=max(chunk // mesh.size["tp"], 1), weight_grad=weight_grad,
+                   softcap=softcap, z_loss=z_loss, scratch={} if scratch is None else scratch,
+                   grad=grad)
+    return _LinearCrossEntropy.apply(x, weight, targets, scale, mesh, kernels, options)
+
+
+# ---------------------------------------------------------------------------------------------
 # 4. Sharded data parallelism
 
 
@@ -354,7 +516,7 @@ class Param:
     full_shape: tuple
     cut: int | None
     decay: bool
-    start: int = 0
+    start: int = 0  # in the flat buffer of its block
 
     @property
     def numel(self):
@@ -399,6 +561,9 @@ class Blocks:
         block 1 (layer 0)     grad     | the same places, float32                      |
         ...                   master, exp_avg, exp_avg_sq: the same places, float32
 
+    What tp replicates lies side by side around the end of the decayed part: one slice, whose
+    gradient is partial over tp and summed once a step.
+
     A module's parameters are views into `weight` (compute dtype). Gradients accumulate in float32
     over the microbatches of a step. With f ranks on fsdp x cp and d on dp, rank r's shard is the
     r-th of f equal slices of each buffer; what `zero` makes a shard of:
@@ -431,8 +596,8 @@ class Blocks:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.reduce_dtype = reduce_dtype or self.master_dtype
         self.params = list_params(blocks)
-        self.sizes, self.split = zip(*[self.place([p for p in self.params if p.block == b])
-                                       for b in range(len(blocks))])
+        self.sizes, self.split, self.replicated = zip(*[
+            self.place([p for p in self.params if p.block == b]) for b in range(len(blocks))])
         self.shards = mesh.size["shard"] if zero else 1
         self.spans = [(mesh.coord["shard"] * n // self.shards, (mesh.coord["shard"] + 1) * n
                        // self.shards) if zero else (0, n) for n in self.sizes]
@@ -445,15 +610,19 @@ class Blocks:
         self.summing = []  # handles of all-reduces
 
     def place(self, params):
-        """Give the parameters of one block their places, decayed ones first. Returns the size of
-        the block's buffer and the end of its decayed part."""
-        end, decayed = 0, 0
-        for p in sorted(params, key=lambda p: not p.decay):
+        """Give the parameters of one block their places: decayed ones first, and those that are
+        replicated over tp side by side. Returns the size of the block's buffer, the end of its
+        decayed part, and where the replicated part begins and ends."""
+        end, decayed, replicated = 0, 0, []
+        for p in sorted(params, key=lambda p: (not p.decay, p.decay == (p.cut is None))):
             p.start = end
             end += -(-p.numel // self.ALIGN) * self.ALIGN
             decayed = end if p.decay else decayed
+            if p.cut is None:
+                replicated += [p.start, end]
         ranks = self.mesh.size["grad"] * self.ALIGN
-        return -(-end // ranks) * ranks, decayed
+        return -(-end // ranks) * ranks, decayed, (min(replicated, default=0),
+                                                   max(replicated, default=0))
 
     def allocate(self):
         """The buffers: whole where the stage says so, else this rank's shard."""
@@ -628,14 +797,30 @@ class Blocks:
         for handle in self.summing:
             handle.wait()
         self.summing.clear()
+        self.sum_replicated()
+
+    def parted(self):
+        """Each block's gradient (shard) in three: before, in and after what tp replicates."""
+        for grad, (lo, hi), (begin, end) in zip(self.grad, self.spans, self.replicated):
+            begin, end = (min(max(at, lo), hi) - lo for at in (begin, end))
+            yield grad[:begin], grad[begin:end], grad[end:]
+
+    def sum_replicated(self):
+        """Sum over tp the gradients of what it replicates, in one all-reduce."""
+        if self.mesh.size["tp"] > 1:
+            parts = [part for _, part, _ in self.parted()]
+            sent = torch.cat(parts).to(self.reduce_dtype)
+            all_reduce(self.mesh, sent, "tp", what="replicated")
+            torch._foreach_copy_(parts, sent.split([len(part) for part in parts]))
 
     def grad_norm(self):
-        """The global 2-norm of the gradient, each logical element once: a 0-d device tensor. With
-        shards, one all-reduce of a scalar over fsdp x cp."""
-        total = torch.stack(torch._foreach_norm(self.grad)).square().sum()  # padding is zero
-        if self.zero:
-            total = all_reduce(self.mesh, total, "shard")
-        return total.sqrt()
+        """The global 2-norm of the gradient, each logical element once: a 0-d device tensor. One
+        all-reduce of a scalar, over all ranks that hold parts of one copy of the parameters."""
+        grads = self.grad  # padding is zero
+        if self.mesh.coord["tp"] > 0:  # tp rank 0 counts what all of them hold
+            grads = [part for before, _, after in self.parted() for part in (before, after)]
+        total = torch.stack(torch._foreach_norm(grads)).square().sum()
+        return all_reduce(self.mesh, total, "copy" if self.zero else "model").sqrt()
 
     # ---- optimizer and state
 
@@ -679,19 +864,21 @@ class Blocks:
         stop = max(at, stop)
         return buffers[p.block][at - lo : stop - lo], min(at - p.start, p.numel)
 
-    def replicas(self):
-        """(r, n, axis): this rank holds replica r of n of its shard; they lie along `axis`."""
-        axis = "dp" if self.zero else "grad"
-        return self.mesh.coord[axis], self.mesh.size[axis], axis
+    def replicas(self, p):
+        """(r, n, axes): this rank holds replica r of n of its shard of p; they lie along `axes`."""
+        axes, r, n = ["dp" if self.zero else "grad"] + ["tp"] * (p.cut is None), 0, 1
+        for axis in axes:
+            r, n = r * self.mesh.size[axis] + self.mesh.coord[axis], n * self.mesh.size[axis]
+        return r, n, axes
 
     def state(self, shared=False):
         """(kind, Param, data, start) of what a checkpoint holds, as `local` gives it. `shared`:
         only the slice of it that this replica is to write."""
-        r, n, _ = self.replicas()
         for kind, buffers in (("param", self.master), ("exp_avg", self.exp_avg),
                               ("exp_avg_sq", self.exp_avg_sq)):
             for p in self.params:
-                yield kind, p, *self.local(buffers, p, (r, n) if shared else (0, 1))
+                replica = self.replicas(p)[:2] if shared else (0, 1)
+                yield kind, p, *self.local(buffers, p, replica)
 
 
 def to_host(host, x):
@@ -748,19 +935,24 @@ def fingerprint(data, index):
 
 def check_replicas(blocks):
     """Raise RuntimeError naming the first parameter whose replicas (over dp; at zero 0 over dp x
-    fsdp x cp) are not bit-identical. Two all-reduces of a word for each parameter."""
+    fsdp x cp; over tp what it replicates) are not bit-identical. Two all-reduces, and two more
+    over tp, of a word for each parameter."""
     mesh, prints = blocks.mesh, []
     for p in blocks.params:
         data, start = blocks.local(blocks.master, p)
         index = logical_index(p.shape, p.full_shape, p.cut_offset(mesh), start,
                               start + data.numel(), data.device)
         prints.append(fingerprint(data, index).to(mesh.device))
-    low, high, axis = torch.stack(prints), torch.stack(prints), blocks.replicas()[2]
-    all_reduce(mesh, low, axis, "min")
-    all_reduce(mesh, high, axis, "max")
-    for p, differs in zip(blocks.params, (low != high).tolist()):
-        if differs:
-            raise RuntimeError(f"the replicas of {p.name} differ between data ranks")
+    prints, params = torch.stack(prints), blocks.params
+    for axis in ("dp" if blocks.zero else "grad", "tp"):
+        if axis == "tp":
+            whole = [p.cut is None for p in params]
+            prints, params = prints[whole], [p for p in params if p.cut is None]
+        low = all_reduce(mesh, prints.clone(), axis, "min")
+        high = all_reduce(mesh, prints.clone(), axis, "max")
+        for p, differs in zip(params, (low != high).tolist()):
+            if differs:
+                raise RuntimeError(f"the replicas of {p.name} differ between {axis} ranks")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -857,16 +1049,10 @@ def backward(fns, blocks, microbatch, saved, last):
 
 
 def main():
-    """Draw a layout's grid, and what the door counts when its ranks sum one gradient."""
-    sizes = layout_of(8, dp=2, fsdp=2, tp=2)
+    """Draw a layout's grid."""
     print("8 ranks as dp 2 x fsdp 2 x tp 2; a row is a group that splits each layer (tp)\n")
     for rank in range(0, 8, 2):
         print(f"    dp {rank // 4}  fsdp {rank // 2 % 2}   | rank {rank}  rank {rank + 1} |")
-    print("\nRanks of a column read other samples; their gradients are summed:")
-    data = sizes["dp"] * sizes["fsdp"]
-    nbytes = 4 * 1000
-    print(f"    all-reduce of {nbytes} bytes over {data} ranks sends "
-          f"{2 * nbytes * (data - 1) // data} bytes a rank")
 
 
 if __name__ == "__main__":

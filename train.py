@@ -134,7 +134,7 @@ def load_config(argv):
 def check_config(config, world):
     """Every rule that a config must keep, before anything is allocated. Returns the axis sizes."""
     m, t, o, p, s = (config[k] for k in ("model", "train", "optim", "parallel", "speed"))
-    for key in ("pp", "cp", "tp", "ep"):
+    for key in ("pp", "cp", "ep"):
         check(p[key] == 1, f"parallel.{key}", p[key], "only 1 is built so far")
     check(p["zero"] in (0, 1, 2, 3), "parallel.zero", p["zero"], "must be 0, 1, 2 or 3")
     check(p["prefetch"] >= 0, "parallel.prefetch", p["prefetch"], "must be at least 0")
@@ -147,6 +147,7 @@ def check_config(config, world):
         check(n == "auto" or (isinstance(n, int) and n >= 1), f"parallel.{axis}", n,
               "must be at least 1" + (", or auto" if axis in ("dp", "fsdp") else ""))
     sizes = parallel.layout_of(world, **axes)
+    check_tp(config, sizes["tp"])
     ranks = sizes["dp"] * sizes["fsdp"]
     for key in ("steps", "global_batch", "microbatch", "max_bad_steps"):
         check(t[key] >= 1, f"train.{key}", t[key], "must be at least 1")
@@ -167,9 +168,11 @@ def check_config(config, world):
           f"must be one of auto, {', '.join(DTYPES)}")
     check(s["compile"] in (True, False, "auto"), "speed.compile", s["compile"],
           "must be true, false or auto")
-    check(s["recompute"] in ("none", "full") or (isinstance(s["recompute"], int)
+    check(s["recompute"] in ("none", "selective", "full") or (isinstance(s["recompute"], int)
           and s["recompute"] >= 1), "speed.recompute", s["recompute"],
-          "must be none, full, or n >= 1 for every n-th layer")
+          "must be none, selective, full, or n >= 1 for every n-th layer")
+    check(s["recompute"] != "selective" or s["compile"] is not True, "speed.recompute", "selective",
+          "a compiled layer chooses by itself what to keep: use none, or speed.compile=false")
     for key in ("loss_chunk", "pad_vocab"):
         check(s[key] >= 1, f"speed.{key}", s[key], "must be at least 1")
     for name in ("log.every", "checkpoint.every", "checkpoint.keep", "train.eval_every",
@@ -180,6 +183,20 @@ def check_config(config, world):
     check(profile is None or (len(profile) == 2 and 0 < profile[0] <= profile[1]), "log.profile",
           profile, "must be [first, last], two steps counted from 1")
     return sizes
+
+
+def check_tp(config, tp):
+    """What a split of the layers over tp ranks asks of the model."""
+    m, seq_len = config["model"], config["data"]["seq_len"]
+    for key in ("n_head", "d_ff"):
+        check(m[key] % tp == 0, f"model.{key}", m[key],
+              f"parallel.tp = {tp} must divide it: {-(-m[key] // tp) * tp}, say")
+    kv = m["n_kv_head"]
+    legal = [n for n in range(1, tp + 1) if kv % n == 0 or n % kv == 0]
+    check(kv % tp == 0 or tp % kv == 0, "model.n_kv_head", kv,
+          f"parallel.tp = {tp} must divide it or be divided by it: parallel.tp={legal[-1]}, say")
+    check(seq_len % tp == 0, "data.seq_len", seq_len, f"parallel.tp = {tp} must divide it, as the "
+          f"sequence is split between layers: {-(-seq_len // tp) * tp}, say")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -260,23 +277,26 @@ def build(config, mesh):
     cfg = resolve_model(config, sources[0])
     on_gpu = mesh.device.type == "cuda"
     s["dtype"] = ("bfloat16" if on_gpu else "float32") if s["dtype"] == "auto" else s["dtype"]
-    s["compile"] = on_gpu if s["compile"] == "auto" else s["compile"]
+    selective = s["recompute"] == "selective"
+    s["compile"] = on_gpu and not selective if s["compile"] == "auto" else s["compile"]
     dtype = DTYPES[s["dtype"]]
     loader = data.Loader(
         sources, weights, d["seq_len"], t["seed"], t["global_batch"], t["microbatch"],
         mesh.coord["data"], mesh.size["data"], d["mask_documents"], pin=on_gpu)
     p = config["parallel"]
     model, blocks = model_py.build(
-        cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], zero=p["zero"], prefetch=p["prefetch"],
-        reduce_dtype=DTYPES.get(p["reduce_dtype"]), offload=p["offload"] == "optimizer")
+        cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"], zero=p["zero"],
+        prefetch=p["prefetch"], reduce_dtype=DTYPES.get(p["reduce_dtype"]),
+        offload=p["offload"] == "optimizer")
     model_py.init_weights(blocks, cfg, t["seed"])
-    n = {"none": 0, "full": 1}.get(s["recompute"], s["recompute"])
+    n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
     layers = [not n or i % n != 0 for i in range(cfg.n_layer)]
     scalar = lambda x, dt: torch.tensor(x, dtype=dt, device=mesh.device)  # noqa: E731
     scale = scalar(config["optim"]["loss_scale"] if dtype == torch.float16 else 1.0,
                    blocks.master_dtype)
-    return Run(config, mesh, model, blocks, model.functions(s["compile"]), [True, *layers, True],
-               loader, val, sources[0].tokenizer_path, scale,
+    fns = model.functions(s["compile"], selective)
+    return Run(config, mesh, model, blocks, fns, [True, *layers, True], loader, val,
+               sources[0].tokenizer_path, scale,
                scalar(parallel.key64("dropout", t["seed"]), torch.int64),
                scalar(0, torch.int64), scalar(0, torch.int64))
 
@@ -412,13 +432,16 @@ def resume(run):
         try:
             parallel.agree(mesh, error)
         except RuntimeError as e:
+            if parallel.lost_peer(e):
+                raise
+            reason = e
             say(run, f"warning: passed over: {e}")
             continue
         restore(run, meta)
         say(run, f"resumed {path} at step {run.step}")
         return True
     if paths:
-        raise ValueError(f"{root}: no checkpoint there can be read; to start afresh, move it away")
+        raise ValueError(f"{root}: none there can be read, move it away to start afresh: {reason}")
     return False
 
 
@@ -637,7 +660,11 @@ def introduce(run, sizes):
     tokens = sum(s.n_tokens for s in run.loader.sources)
     params = model_py.count_params(run.blocks)
     say(run, f"model   {params:,} parameters, {how}, {mesh.world} x {where}")
-    say(run, f"ranks   dp {sizes['dp']} x fsdp {sizes['fsdp']} = {mesh.size['data']} data ranks")
+    say(run, f"ranks   dp {sizes['dp']} x fsdp {sizes['fsdp']} = {mesh.size['data']} data ranks"
+             + (f", each of tp {sizes['tp']}" if sizes["tp"] > 1 else ""))
+    if sizes["tp"] > parallel.ranks_of_node():
+        say(run, f"        tp {sizes['tp']} spans nodes of {parallel.ranks_of_node()} ranks: each "
+                 "layer's traffic crosses the network")
     say(run, f"data    {tokens:,} tokens ({run.tokenizer}); {batch} x {seq_len} = "
              f"{batch * seq_len:,} a step, {steps * batch * seq_len / tokens:.2f} epochs in all")
     say(run, f"run     {c['run']['dir']}")
@@ -661,13 +688,18 @@ def finish(run, log, stopped):
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world, local_rank = parallel.start(device)
+    error = None
     try:
         config = load_config(argv)
         sizes = check_config(config, world)
-    except ValueError:
-        if rank > 0:
-            return 2  # every rank has found the same mistake: one of them says so
-        raise
+    except ValueError as e:
+        error = e
+    everyone, bad = parallel.Mesh({}, {}, {}, torch.device("cpu"), rank, world), error is not None
+    any_bad, first_bad = parallel.Pending(everyone, bad, bad and rank == 0).wait()
+    if bad and (rank == 0 or not first_bad):
+        raise error
+    if any_bad:
+        return 2  # another rank tells the mistake (most often every rank has found it)
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     if config["speed"]["threads"]:

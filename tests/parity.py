@@ -103,13 +103,15 @@ RULES = {  # (number since the run began, number in the batch, position) -> igno
 
 
 def logical(blocks, buffers):
-    """name -> the logical tensor (padding removed), from all ranks' flat shards."""
-    out = {}
+    """name -> the logical tensor (padding removed), from all ranks' flat shards and tp parts."""
+    out, mesh = {}, dataclasses.replace(blocks.mesh, ledger={})
     if blocks.zero:
-        buffers = [parallel.all_gather(blocks.mesh, b, "shard") for b in buffers]
+        buffers = [parallel.all_gather(mesh, b, "shard") for b in buffers]
     for p in blocks.params:
-        local = blocks.view(buffers, p)
-        out[p.name] = local[tuple(slice(0, n) for n in p.full_shape)].clone()
+        x = blocks.view(buffers, p)
+        if p.cut is not None:
+            x = parallel.all_gather(mesh, x.transpose(0, p.cut), "tp").transpose(0, p.cut)
+        out[p.name] = x[tuple(slice(0, n) for n in p.full_shape)].clone()
     return out
 
 

@@ -105,8 +105,6 @@ def test_shards_read_as_one_stream(tmp_path, shard_tokens):
     for start, n in [(0, len(whole)), (3, 50), (len(whole) - 1, 1), (17, 0), (39, 41), (100, 5)]:
         assert tokens.read(start, n).tolist() == whole[start : start + n].tolist()
         assert tokens.read(start, n).dtype == np.int64
-        want = [b - start for b in begins[:-1] if start <= b < start + n]
-        assert tokens.doc_starts(start, n).tolist() == want
     for pos in range(len(whole)):
         d = int(np.searchsorted(begins, pos, "right")) - 1
         name, offset, file = tokens.where(pos)
@@ -128,11 +126,9 @@ def test_empty_and_tiny_shards(tmp_path):
     tokens, whole = data.Tokens(str(tmp_path)), stream(docs[:3])
     tokens.check()
     assert tokens.read(0, len(whole)).tolist() == whole.tolist()
-    assert tokens.doc_starts(0, len(whole)).tolist() == [
-        0,
-        len(docs[0]) + 1,
-        len(docs[0] + docs[1]) + 2,
-    ]
+    starts = [0, len(docs[0]) + 1, len(docs[0] + docs[1]) + 2]
+    assert [tokens.where(at)[1] for at in starts] == [0, 0, 0]
+    assert [tokens.where(at - 1)[1] for at in starts[1:]] == [len(docs[0]), len(docs[1])]
     assert tokens.where(len(whole) - 1)[2].endswith("train-00007.tokens")
 
 
@@ -153,7 +149,8 @@ def test_offsets_past_4_gb(tmp_path, vocab):
     tokens = data.Tokens(str(tmp_path))
     for k, pos in enumerate(marks):
         assert tokens.read(pos, 2).tolist() == [200 + k, 250]
-        assert tokens.rows(np.array([0, pos - 1]), 3).tolist() == [[0, 0, 0], [0, 200 + k, 250]]
+        assert tokens.read(0, 3).tolist() == [0, 0, 0]
+        assert tokens.read(pos - 1, 3).tolist() == [0, 200 + k, 250]
         assert tokens.where(pos) == ("x", pos, tokens.files[0])
     batch = data.make_batch(
         [tokens], np.zeros(1, int), np.array([marks[1] // 64]), np.arange(1), 64
@@ -199,7 +196,7 @@ def test_truncated(tmp_path, cut):
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(ValueError, match="truncated|not a token file"):
         data.Tokens(str(tmp_path))
-    assert data.main(["check", str(tmp_path)]) == 2
+    assert data.main(["peek", "--check", str(tmp_path)]) == 2
 
 
 @quick
@@ -244,13 +241,13 @@ def test_id_beyond_vocabulary(tmp_path, shard_tokens):
 def test_check_documents(tmp_path, capsys):
     write(tmp_path, [[1, 2], [3]])
     path = tmp_path / "train-00000.tokens"
-    assert data.main(["check", str(tmp_path)]) == 0
+    assert data.main(["peek", "--check", str(tmp_path)]) == 0
     damage(path, 128 + 4, b"\0\0")  # the eot of document 0
-    assert data.main(["check", str(tmp_path)]) == 2
-    assert "document doc0 does not end" in capsys.readouterr().err
+    assert data.main(["peek", "--check", str(tmp_path)]) == 2
+    assert "train-00000.tokens: its table of documents" in capsys.readouterr().err
     write(tmp_path, [[1, 2], [3]])
     damage(path, 128 + 16 + 8, (9).to_bytes(8, "little"))  # where document 1 starts
-    assert data.main(["check", str(tmp_path)]) == 2
+    assert data.main(["peek", "--check", str(tmp_path)]) == 2
     assert "table of documents" in capsys.readouterr().err
 
 
@@ -367,7 +364,7 @@ def test_any_ranks_read_the_same_batch(tmp_path, ranks, microbatch):
         numbers = [i for b in rounds for i in b.sample.tolist()]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         for b in rounds:
-            assert b.n_valid == b.targets.numel() and b.kind == "causal" and b.lo is None
+            assert b.n_valid == b.targets.numel() and b.lo is None
             assert b.tokens.is_contiguous() and b.targets.is_contiguous()
             assert b.pos.tolist() == [list(range(7))] * len(b.pos)
 
@@ -405,7 +402,6 @@ def test_documents_masked(tmp_path, shard_tokens):
     tokens, whole = write(tmp_path, docs, shard_tokens), stream(docs)
     doc_of = np.repeat(np.arange(40), [len(d) + 1 for d in docs])
     loader = data.Loader([tokens], None, 16, 0, 12, 5, mask_documents=True)
-    kinds = set()
     for b in loader.step(12):
         valid = 0
         for row, n in enumerate(b.sample.tolist()):
@@ -417,17 +413,14 @@ def test_documents_masked(tmp_path, shard_tokens):
                 counts = doc_of[at + i + 1] == doc_of[at + i]
                 assert b.targets[row, i] == (whole[at + i + 1] if counts else data.IGNORE)
                 valid += int(counts)
-        assert b.n_valid == valid
-        kinds.add(b.kind)
-        assert (b.kind == "causal") == (b.lo is None)
-    assert kinds == {"other"}
+        assert b.n_valid == valid and b.lo is not None
 
 
 @quick
 def test_masked_without_a_boundary_is_causal(tmp_path):
     tokens = write(tmp_path, [[1] * 100])
     (b,) = data.Loader([tokens], None, 10, 0, 4, 4, mask_documents=True).step(0)
-    assert (b.kind, b.lo, b.n_valid) == ("causal", None, 40)
+    assert (b.lo, b.n_valid) == (None, 40)
 
 
 @quick
@@ -643,7 +636,7 @@ def test_documents_of_files(tmp_path):
         *(f"sub/{n}" for n in ["c.py", "d.txt", "e.txt", "f.txt"]),
         *(f"sub/g.jsonl:{k}" for k in (1, 2, 3, 4)),
     ]
-    starts = [*t.doc_starts(0, t.n_tokens).tolist(), t.n_tokens]
+    starts = [0, *np.flatnonzero(t.read(0, t.n_tokens) == 256) + 1]
     assert [t.where(a)[0] for a in starts[:-1]] == names
     got = [t.read(a, b - a).tolist() for a, b in zip(starts, starts[1:])]
     assert sum(g.count(256) for g in got) == t.n_docs == 11 and all(g[-1] == 256 for g in got)
@@ -723,7 +716,7 @@ def test_jsonl_lines_and_memory(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": r}) for r in rows))
     data.prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", shard_tokens=1000, quiet=True)
     t = data.Tokens(tmp_path / "out")
-    starts = [*t.doc_starts(0, t.n_tokens).tolist(), t.n_tokens]
+    starts = [0, *np.flatnonzero(t.read(0, t.n_tokens) == 256) + 1]
     assert [b - a - 1 for a, b in zip(starts, starts[1:])] == [len(r) for r in rows]
     assert [t.where(a)[0] for a in starts[:-1]] == [f"a.jsonl:{k}" for k in range(1, 101)]
 
@@ -989,7 +982,7 @@ def test_shows_its_idea_and_imports_alone(tmp_path):
     run = SimpleNamespace(cwd=tmp_path, capture_output=True, text=True, timeout=60)
     shown = subprocess.run([sys.executable, "-W", "error", "data.py"], **vars(run))
     assert shown.returncode == 0 and "rank 1" in shown.stdout, shown.stderr
-    bad = subprocess.run([sys.executable, "data.py", "check", "/nowhere"], **vars(run))
+    bad = subprocess.run([sys.executable, "data.py", "peek", "/nowhere"], **vars(run))
     assert (
         bad.returncode == 2
         and bad.stderr.startswith("data.py: error: ")

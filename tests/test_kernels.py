@@ -3,14 +3,15 @@ another implementation where one exists."""
 
 import math
 import shutil
-import threading
 
+import parity
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
+import parallel
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F64, F32, BF16, F16]
@@ -350,6 +351,8 @@ def test_kept_and_remade_probabilities_agree():
 # Linear + cross-entropy
 
 SCALE = torch.tensor(0.37, dtype=F64)
+MESH = parallel.build_mesh(parallel.layout_of(1), "cpu")
+PIECES = kernels.ce_weight, kernels.ce_forward, kernels.ce_backward
 
 
 def head(N=23, D=6, V=11, pad=2, dtype=F64):
@@ -361,7 +364,9 @@ def head(N=23, D=6, V=11, pad=2, dtype=F64):
 
 
 def ours(y, V, scale=SCALE, **options):
-    return lambda x, w: kernels.linear_cross_entropy(x, w, y, scale, V, **options)
+    options["chunk"] = options.get("chunk") or max(len(y), 1)
+    return lambda x, w: parallel.linear_cross_entropy(MESH, PIECES, x, w, y[None], scale, vocab=V,
+                                                      **options)
 
 
 def torchs(y, V, scale=SCALE):
@@ -515,72 +520,62 @@ def test_loss_of_confident_and_large_logits():
     same_loss(grads(ours(y, 11), [x * 200, w], one), grads(torchs(y, 11), [x * 200, w], one))
 
 
-def sharded(x, w, y, V, n, rows, options, dtype=F64):
-    """The n shards (of `rows` weight rows each) of one vocabulary, in n threads that meet in the
-    reductions: what n ranks do. -> loss, dX summed over the shards, dW of the real rows."""
-    meet, slots = threading.Barrier(n, timeout=30), [None] * n
-    calls = [0] * n
+def loss_shard(x, w, y, V, options):
+    """This tp rank's part of the loss: its tokens, its rows of the padded table."""
+    n = torch.distributed.get_world_size()
+    mesh = parity.mesh_of(parallel.layout_of(n, tp=n))
+    r, targets = mesh.rank, y.view(n, -1)
+    x, w = x.chunk(n)[r].clone().requires_grad_(), w.chunk(n)[r].clone()
+    acc = torch.zeros(w.shape, dtype=kernels.wide(x.dtype))
+    total = parallel.linear_cross_entropy(mesh, PIECES, x, w, targets, SCALE.to(acc.dtype), vocab=V,
+                                          chunk=4 * n, weight_grad=acc, **options)
+    total.backward()
+    return total.detach(), x.grad, acc, mesh.ledger
 
-    def reducer(r, combine):
-        def reduce(t):
-            calls[r] += 1
-            slots[r] = t.clone()
-            meet.wait()
-            out = combine(torch.stack(list(slots)))
-            meet.wait()
-            return out
 
-        return reduce
-
-    results = [None] * n
-
-    def rank(r):
-        start, valid = r * rows, min(max(V - r * rows, 0), rows)
-        x_, w_ = x.clone().requires_grad_(), w[start : start + rows].clone()
-        acc = torch.zeros(w_.shape, dtype=kernels.wide(dtype))
-        total = kernels.linear_cross_entropy(
-            x_, w_, y, SCALE.to(acc.dtype), valid, acc, vocab_start=start, vocab=V, chunk=7,
-            reduce_max=reducer(r, lambda t: t.amax(0)), reduce_sum=reducer(r, lambda t: t.sum(0)),
-            **options)  # fmt: skip
-        total.backward()
-        results[r] = (total.detach(), x_.grad, acc)
-
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(n)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+def sharded(world, n, x, w, y, V, options):
+    """-> loss, dX, dW of the real rows, from n ranks that hold the vocabulary in n parts."""
+    results = world(n).run(loss_shard, x, w, y, V, options)
     assert len({float(r[0]) for r in results}) == 1  # every rank has the same loss
-    assert calls == [2 * -(-len(x) // 7)] * n  # two reductions per chunk
+    chunks, size = -(-len(y) // n // 4), len(x) * x[0].numel() * x.element_size()
+    for *_, ledger in results:
+        assert ledger["tp", "all_reduce max (loss)"][0] == chunks  # two small reductions a chunk
+        assert ledger["tp", "all_reduce sum (loss)"][0] == chunks
+        assert ledger["tp", "reduce_scatter (loss)"] == [chunks, size * (n - 1) // n]
+        assert ledger["tp", "all_gather (loss)"] == [chunks, size * (n - 1) // n]
     dw = torch.cat([r[2] for r in results])
     assert not dw[V:].count_nonzero()
-    return [results[0][0], sum(r[1].to(F64) for r in results), dw[:V]]
+    return [results[0][0], torch.cat([r[1] for r in results]), dw[:V]]
 
 
-@quick
 @pytest.mark.parametrize("n,rows", [(2, 6), (2, 8), (3, 4), (4, 3), (4, 4), (3, 11)])
 @pytest.mark.parametrize("options", [{}, dict(softcap=1.5, z_loss=0.1)])
-def test_loss_over_vocabulary_shards(n, rows, options):
-    """11 ids on 2 to 4 ranks, padded unevenly, down to ranks that hold padding only."""
+def test_loss_over_vocabulary_shards(n, rows, options, world):
+    """11 ids on 2 to 4 ranks, padded unevenly, down to ranks that hold padding only; all targets
+    of a chunk ignored; all on one rank's rows."""
     V = 11
-    x, _, y = head(V=V)
-    y[:V] = torch.arange(V)  # a target in every place
+    x, _, y = head(N=36, V=V)
+    y.view(n, -1)[:, :4] = -100  # the first chunk
+    y[-V:] = torch.arange(V)  # a target in every place
     w = rand(n * rows, 6, seed=1)
     w[V:] = 50  # padding that would win if it counted
-    got = sharded(x, w, y, V, n, rows, options)
-    whole = grads(ours(y, V, **options), [x, w[:V]], [torch.ones((), dtype=F64)])
-    close(got, whole, 1e-12)
-    if not options:
-        same_loss(got, grads(torchs(y, V), [x, w[:V]], [torch.ones((), dtype=F64)]))
+    for targets in (y, torch.where(y < 0, y, V - 1), torch.full_like(y, -100)):
+        got = sharded(world, n, x, w, targets, V, options)
+        whole = grads(ours(targets, V, **options), [x, w[:V]], [torch.ones((), dtype=F64)])
+        close(got, whole, 1e-12)
+        if not options:
+            want = grads(torchs(targets, V), [x, w[:V]], [torch.ones((), dtype=F64)])
+            same_loss(got, want)
 
 
-@quick
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_loss_over_shards_of_unlike_size(dtype, products):
+def test_loss_over_shards_of_unlike_size(dtype, world):
     """One shard's logits far below the other's, so that its share of the softmax underflows."""
-    x, w = rand(9, 6).abs().to(dtype), rand(12, 6, seed=1).to(dtype)
+    x, w = rand(10, 6).abs().to(dtype), rand(12, 6, seed=1).to(dtype)
     w[:6] -= 16
     w[6:] += 16
-    y = torch.arange(9)
-    got = sharded(x, w, y, 12, 2, 6, {}, dtype)
+    y = torch.arange(10)
+    got = sharded(world, 2, x, w, y, 12, {})
     want = grads(torchs(y, 12), [x.to(F64), w.to(F64)], [torch.ones((), dtype=F64)])
     same_loss(got, want, tol=32 * torch.finfo(dtype).eps)  # logits of 60 carry as much themselves
 
@@ -597,7 +592,8 @@ def block(x, w, wq, head_w, y, lo):
     q, k = kernels.rotary(qkv[:, :, :2], qkv[:, :, 2:3], *tables(T, qkv.shape[3], F32))
     o = kernels.attention(q, k, qkv[:, :, 3:]) + kernels.attention(q, k, qkv[:, :, 3:], lo)
     x = x + kernels.swiglu(o.flatten(2), kernels.gelu(o.flatten(2)))
-    return kernels.linear_cross_entropy(x.flatten(0, 1), head_w, y, torch.tensor(0.5), 11, chunk=8)
+    return parallel.linear_cross_entropy(MESH, PIECES, x.flatten(0, 1), head_w, y[None],
+                                         torch.tensor(0.5), vocab=11, chunk=8)
 
 
 def block_inputs(dtype=F32):

@@ -1,5 +1,8 @@
 """model.py: sampling, counting, compilation, and the pieces the parity tests do not reach."""
 
+import math
+import unittest.mock
+
 import parity
 import pytest
 import torch
@@ -66,13 +69,18 @@ def test_generation_never_draws_padding_and_stops(tokens):
 
 def sample_on(case, folder):
     run = parity.prepare(case, folder)
-    return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 12, top_k=9)
+    return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 16, top_k=9)
 
 
-def test_every_rank_of_a_sharded_model_draws_the_same(tokens, world):
-    alone = sample_on({}, tokens)
-    case = {"parallel.zero": 3, "parallel.fsdp": 2, "parallel.dp": 1}
-    for got in world(2).run(sample_on, case, str(tokens)):
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}], ids=str)
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_every_rank_draws_what_one_process_draws(layout, positions, tokens, world):
+    """At every length, also those that tp does not divide, and past the longest context (13)."""
+    case = {"model.n_head": 6, "model.n_kv_head": 1, "model.d_head": 2, "model.max_len": 13,
+            "model.positions": positions}
+    alone = sample_on(case, tokens)
+    case |= {"parallel.zero": 3, "parallel.dp": 1} | {f"parallel.{a}": n for a, n in layout.items()}
+    for got in world(math.prod(layout.values())).run(sample_on, case, str(tokens)):
         assert torch.equal(got, alone)
 
 
@@ -93,9 +101,11 @@ def test_flops_are_those_of_the_matrix_products(tokens):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         x = None
         for _, block in run.model.named_blocks():
-            x = block.logits(x) if block is run.model.head else block(x, run.model.micro(ids))
+            x = block.logits(x, -1) if block is run.model.head else block(x, run.model.micro(ids))
     by_op = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in by_op.items() if "mm" in str(op) and "bmm" not in str(op))
+    others = ids.numel() - len(ids)  # logits were made of the last token only
+    products += 2 * cfg.vocab_size * cfg.d_model * others
     attention = 12 * cfg.n_layer * cfg.n_head * cfg.d_head * (T + 1) / 2
     assert model.flops_per_token(cfg, T) == 3 * products / ids.numel() + attention
 
@@ -160,3 +170,58 @@ def test_recomputation_saves_what_it_says(tokens):
         _, saved = parallel.forward(run.fns, run.blocks, micro, run.keep, True, False)
         graphs = [y is not None and y.grad_fn is not None for _, y in saved[1:-1]]
         assert sum(graphs) == kept
+
+
+def kept_bytes(case, folder):
+    """Bytes that one layer keeps for its backward, storages counted once: without parameters and
+    rotary tables."""
+    run = parity.prepare(case, folder)
+    micro = train.to_device(run, run.loader.loader.step(0)[0], torch.ones(()))
+    known = {t.untyped_storage().data_ptr() for t in (*run.blocks.weight, micro.cos, micro.sin)}
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    def spy(self, x, pack_=model.Remake.pack):
+        kept = pack_(self, x)
+        for t in [kept] if isinstance(kept, torch.Tensor) else kept[0][1:]:
+            pack(t)
+        return kept
+
+    x = run.fns[0](None, micro).detach().requires_grad_()
+    with (torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+          unittest.mock.patch.object(model.Remake, "pack", spy)):
+        y = run.fns[1](x, micro)
+    del y
+    return sum(s.nbytes() for at, s in storages.items() if at not in known)
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"model.norm": "layernorm", "model.activation": "gelu", "model.bias": True},
+    {"model.qk_norm": True, "model.dropout": 0.1}], ids=["llama", "gpt2", "qwen3"])
+def test_what_a_layer_keeps_falls_as_one_over_tp(extra, tokens, world):
+    case = {"model.n_head": 4, "model.n_kv_head": 4, "data.seq_len": 64, "model.max_len": 64,
+            "train.global_batch": 2, "train.microbatch": 2} | extra
+    alone = kept_bytes(case, tokens)
+    kept = kept_bytes(case | {"speed.keep_gathered": True}, tokens)
+    assert alone == kept
+    for tp in (2, 4):
+        split = case | {"parallel.tp": tp, "parallel.dp": 1}
+        assert world(tp).run(kept_bytes, split, str(tokens)) == [alone // tp] * tp
+        gathered = 2 * 2 * 64 * 16 * 8  # the inputs of both enters: B T D in float64
+        kept = world(tp).run(kept_bytes, split | {"speed.keep_gathered": True}, str(tokens))
+        assert kept == [alone // tp + gathered - gathered // tp] * tp
+
+
+def test_selective_recomputation_keeps_products_and_remakes_the_rest(tokens):
+    """Of a Llama layer: the input and the middle of the residual stream with a factor a row, q k v,
+    attention's output, gate and up."""
+    case = {"model.n_head": 4, "model.n_kv_head": 2, "data.seq_len": 64, "model.max_len": 64,
+            "train.global_batch": 2, "train.microbatch": 2}
+    tokens_, D, d_kv, ffn = 2 * 64, 16, 8, 24
+    want = tokens_ * 8 * (2 * D + 2 + D + 2 * d_kv + D + 2 * ffn)
+    got = kept_bytes(case | {"speed.recompute": "selective"}, tokens)
+    assert got == want
+    assert kept_bytes(case, tokens) > 1.5 * got

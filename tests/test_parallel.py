@@ -41,7 +41,7 @@ def test_the_grid_is_row_major_with_tp_innermost(world):
         assert (coord["dp"], coord["tp"]) == divmod(rank, 2)
         assert coord["data"] == coord["grad"] == rank // 2 and coord["shard"] == 0
         assert groups == {"pp": False, "dp": True, "fsdp": False, "cp": False, "tp": True,
-                          "data": True, "shard": False, "grad": True}
+                          "data": True, "shard": False, "grad": True, "model": True, "copy": True}
     for rank, (coord, _) in enumerate(world(4).run(where, {"dp": 2, "fsdp": 2})):
         assert (coord["dp"], coord["fsdp"], coord["data"]) == (rank // 2, rank % 2, rank)
 
@@ -95,7 +95,7 @@ def test_one_process_calls_no_collective():
     mesh = mesh_of()
     x = torch.ones(4)
     assert parallel.all_reduce(mesh, x, "grad") is x and parallel.all_gather(mesh, x, "tp") is x
-    assert parallel.enter(x, mesh) is x and parallel.leave(x, mesh) is x
+    assert parallel.positions_of(x[None], mesh)[0].equal(x)
     assert parallel.reduce_scatter(mesh, x, "shard") is x and mesh.ledger == {}
     assert parallel.ledger_table(mesh) == "  nothing: one process"
 
@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
     assert world(3).run(disagree, None) == [None] * 3
 
 
-def pairs(B, T, D):
+def pairs(B, T, D, keep):
     """enter and leave around a column and a row product, and their gradients, on this tp rank."""
     mesh = mesh_of(tp=torch.distributed.get_world_size())
     n, r = mesh.size["tp"], mesh.coord["tp"]
@@ -122,10 +122,11 @@ def pairs(B, T, D):
     F = up.shape[0]
     u = up[r * F // n : (r + 1) * F // n].clone().requires_grad_()
     d = down[:, r * F // n : (r + 1) * F // n].clone().requires_grad_()
-    h = torch.tanh(parallel.enter(mine, mesh) @ u.t())
-    y = parallel.leave(h @ d.t(), mesh)
+    bias = torch.zeros(u.shape[0], dtype=u.dtype, requires_grad=True)
+    a, b = parallel.enter(mine, [(u, bias), (u, None)], mesh, keep)
+    y = parallel.leave(torch.tanh((a + b) / 2), d, torch.ones(D, dtype=u.dtype), mesh)
     (y**2).sum().backward()
-    return r, y.detach(), mine.grad, u.grad, d.grad
+    return r, y.detach(), mine.grad, u.grad, d.grad, bias.grad * 2, mesh.ledger
 
 
 def draw(B, T, D):
@@ -135,15 +136,22 @@ def draw(B, T, D):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_enter_and_leave_are_conjugate(n, world):
+@pytest.mark.parametrize("keep", [False, True])
+def test_enter_and_leave_are_conjugate(n, keep, world):
+    """Values, gradients and bytes: forward an all-gather and a reduce-scatter of B T D; backward
+    the same, and unless the gathered sequence was kept the all-gather again."""
     x, up, down = (t.requires_grad_() for t in draw(2, 12, 5))
-    y = torch.tanh(x @ up.t()) @ down.t()
+    bias = torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    y = torch.tanh(x @ up.t() + bias) @ down.t() + 1
     (y**2).sum().backward()
-    for r, got, dx, du, dd in world(n).run(pairs, 2, 12, 5):
+    for r, got, dx, du, dd, db, ledger in world(n).run(pairs, 2, 12, 5, keep):
         rows, cut = slice(r * 12 // n, (r + 1) * 12 // n), slice(r * 12 // n, (r + 1) * 12 // n)
         for a, b in ((got, y[:, rows]), (dx, x.grad[:, rows]), (du, up.grad[cut]),
-                     (dd, down.grad[:, cut])):
+                     (dd, down.grad[:, cut]), (db, bias.grad[cut])):
             torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
+        size = 2 * 12 * 5 * 8 * (n - 1) // n
+        assert ledger == {("tp", "all_gather"): [3 - keep, (3 - keep) * size],
+                          ("tp", "reduce_scatter"): [2, 2 * size]}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -213,11 +221,12 @@ def first_weights(case, folder):
 
 def test_initial_weights_do_not_depend_on_the_layout(world):
     folder = synth()
+    heads = {"model.n_head": 6, "model.n_kv_head": 3, "model.d_head": 4}
     for dtype in ("float32", "float64"):
-        alone = first_weights({"speed.dtype": dtype}, folder)
-        for zero in (0, 3):
-            case = {"parallel.fsdp": 3, "parallel.dp": 1, "parallel.zero": zero,
-                    "speed.dtype": dtype}
+        alone = first_weights(heads | {"speed.dtype": dtype}, folder)
+        for zero, axis in ((0, "fsdp"), (3, "fsdp"), (0, "tp")):
+            case = heads | {f"parallel.{axis}": 3, "parallel.dp": 1, "parallel.zero": zero,
+                            "speed.dtype": dtype}
             for got in world(3).run(first_weights, case, folder):
                 assert all(torch.equal(got[name], alone[name]) for name in alone)
 
@@ -272,7 +281,7 @@ def test_fingerprint_does_not_depend_on_the_cut():
 def spoil(case, folder, name):
     run = parity.prepare(case, folder)
     parallel.check_replicas(run.blocks)
-    if run.mesh.coord["dp"] == 1:
+    if run.mesh.coord["dp"] == 1 or run.mesh.coord["tp"] == 1:
         for p in run.blocks.params:
             data, _ = run.blocks.local(run.blocks.master, p)
             if p.name == name and data.numel():
@@ -283,12 +292,14 @@ def spoil(case, folder, name):
         return str(error)
 
 
-@pytest.mark.parametrize("zero, fsdp", [(0, 1), (3, 2)])
-def test_a_replica_that_differs_is_named(zero, fsdp, world):
-    case = {"parallel.dp": 2, "parallel.fsdp": fsdp, "parallel.zero": zero}
-    said = world(2 * fsdp).run(spoil, case, synth(), "layers.1.mlp.up.weight")
-    assert all(note is None or "layers.1.mlp.up.weight" in note for note in said)
-    assert said[-1] is not None
+@pytest.mark.parametrize("zero, fsdp, axis, name", [
+    (0, 1, "dp", "layers.1.mlp.up.weight"), (3, 2, "dp", "layers.1.mlp.up.weight"),
+    (0, 1, "tp", "layers.1.attn_norm.weight"), (2, 2, "tp", "head.norm.weight")])
+def test_a_replica_that_differs_is_named(zero, fsdp, axis, name, world):
+    case = {"parallel.dp": 1, f"parallel.{axis}": 2, "parallel.fsdp": fsdp, "parallel.zero": zero}
+    said = world(2 * fsdp).run(spoil, case, synth(), name)
+    assert all(note is None or name in note for note in said)
+    assert any(said)  # on the ranks whose shard holds it
 
 
 @pytest.mark.quick
