@@ -384,7 +384,7 @@ class Tokens:
         if not 0 <= pos < self.n_tokens:
             raise ValueError(f"{self.folder} {self.split}: no token {pos} among {self.n_tokens}")
         k = bisect.bisect(self.first, pos) - 1
-        return k, int(pos) - self.first[k]
+        return k, pos - self.first[k]
 
     def parts(self, start, n):
         """The tokens [start, start + n): views of the shards that hold them, unchecked."""
@@ -471,9 +471,9 @@ def _block(seed, block, n_windows, weights):
 def sample_at(seed, n, n_windows, weights=(1.0,)):
     """(source, epoch, window) of sample number n since the run began, an integer or an array. A
     source goes through its windows in a new random order each epoch, without replacement."""
-    block = np.asarray(n) // BLOCK
-    low, high = int(block.min()), int(block.max())
-    blocks = [_block(seed, b, tuple(n_windows), tuple(weights)) for b in range(low, high + 1)]
+    numbers = (np.asarray(n) // BLOCK).ravel().tolist()
+    low, high, order = min(numbers), max(numbers), (tuple(n_windows), tuple(weights))
+    blocks = [_block(seed, b, *order) for b in range(low, high + 1)]
     return (np.hstack(blocks) if len(blocks) > 1 else blocks[0])[:, n - low * BLOCK]
 
 

@@ -28,6 +28,7 @@ import dataclasses
 import math
 import pathlib
 import sys
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,10 @@ import torch.nn.functional as F
 import kernels
 from parallel import (
     Blocks,
+    Chunk,
     all_gather,
+    all_reduce,
+    balance,
     build_mesh,
     declare,
     enter,
@@ -50,7 +54,9 @@ from parallel import (
     lookup,
     mix64,
     positions_of,
+    program,
     random_bits,
+    run,
     shift_right,
 )
 
@@ -183,18 +189,20 @@ class Attention(nn.Module):
         if not self.shared:
             return layer.weight, layer.bias
         rows = slice(self.kv_head * self.d_head, (self.kv_head + 1) * self.d_head)
-        return layer.weight[rows], None if layer.bias is None else layer.bias[rows]
+        weight = layer.weight[rows]
+        weight.accumulator = lambda: layer.weight.main_grad[rows]
+        return weight, None if layer.bias is None else layer.bias[rows]
 
-    def forward(self, x, micro, cheap):
+    def forward(self, x, micro, later, cheap):
         layers = [(self.q.weight, self.q.bias), self.kv(self.k), self.kv(self.v)]
         q, k, v = (y.unflatten(2, (-1, self.d_head))  # [B, T, H, d], local heads
-                   for y in self.enter(x, layers, self.mesh, self.keep))
+                   for y in self.enter(x, layers, self.mesh, self.keep, later))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = kernels.rotary(q, k, micro.cos, micro.sin)
         out = kernels.attention(q, k, v, micro.lo, keep=cheap is plain).flatten(2)
-        return self.leave(out, self.o.weight, self.o.bias, self.mesh)
+        return self.leave(out, self.o.weight, self.o.bias, self.mesh, later)
 
 
 class MLP(nn.Module):
@@ -208,11 +216,11 @@ class MLP(nn.Module):
         self.up = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp)
         self.down = linear(cfg.d_ff, cfg.d_model, cfg.bias, 1, tp)
 
-    def forward(self, x, cheap):
+    def forward(self, x, later, cheap):
         layers = [(layer.weight, layer.bias) for layer in (self.gate, self.up) if layer is not None]
-        h = self.enter(x, layers, self.mesh, self.keep)  # [B, T, d_ff/tp] each
+        h = self.enter(x, layers, self.mesh, self.keep, later)  # [B, T, d_ff/tp] each
         h = cheap(kernels.gelu if self.gate is None else kernels.swiglu, *h)
-        return self.leave(h, self.down.weight, self.down.bias, self.mesh)
+        return self.leave(h, self.down.weight, self.down.bias, self.mesh, later)
 
 
 class Dropout(nn.Module):
@@ -275,16 +283,17 @@ class Layer(nn.Module):
         self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
         self.mlp_drop = Dropout(cfg.dropout, 2 * number + 2)
 
-    def forward(self, x, micro, cheap=plain):
-        x = x + self.attn_drop(self.attn(cheap(self.attn_norm, x), micro, cheap), micro)
-        return x + self.mlp_drop(self.mlp(cheap(self.mlp_norm, x), cheap), micro)
+    def forward(self, x, micro, later=None, cheap=plain):
+        attn = self.attn(cheap(self.attn_norm, x), micro, later, cheap)
+        x = x + self.attn_drop(attn, micro)
+        return x + self.mlp_drop(self.mlp(cheap(self.mlp_norm, x), later, cheap), micro)
 
-    def selective(self, x, micro):
+    def selective(self, x, micro, later=None):
         """forward that keeps the products and the output of attention, and in backward makes
         again what is cheap: norms, activations, attention's probabilities."""
         cheap = Remake()
         with torch.autograd.graph.saved_tensors_hooks(cheap.pack, cheap.unpack):
-            y = self.forward(x, micro, cheap)
+            y = self.forward(x, micro, later, cheap)
         cheap.made.clear()
         return y
 
@@ -299,17 +308,16 @@ class Table(nn.Module):
 
 
 class Embed(nn.Module):
-    def __init__(self, cfg, mesh, vocab_rows):
+    def __init__(self, cfg, mesh, table):
         super().__init__()
-        self.mesh = mesh
-        self.tokens = Table(vocab_rows, cfg.d_model, 0, cfg.vocab_size)
+        self.mesh, self.tokens = mesh, table
         self.positions = Table(cfg.max_len, cfg.d_model) if cfg.positions == "learned" else None
         self.drop = Dropout(cfg.dropout, 0)
 
-    def forward(self, _, micro):
-        x = lookup(micro.tokens, self.tokens.weight, self.mesh)  # [B, T/tp, D]
+    def forward(self, _, micro, later=None):
+        x = lookup(micro.tokens, self.tokens.weight, self.mesh, later)  # [B, T/tp, D]
         if self.positions is not None:
-            x = x + lookup(micro.pos, self.positions.weight)
+            x = x + lookup(micro.pos, self.positions.weight, later=later)
         return self.drop(x, micro)
 
 
@@ -323,7 +331,7 @@ class Head(nn.Module):
         self.norm = Norm(cfg, cfg.d_model)
         self.weight = weight
 
-    def forward(self, x, micro):
+    def forward(self, x, micro, later=None):
         """The sum of the loss over the tokens with a target (0-d)."""
         tp = self.mesh.size["tp"]
         x = self.norm(x).reshape(-1, x.shape[-1])  # [B*T/tp, D]
@@ -345,37 +353,56 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The blocks of the whole model. Build it on the meta device: `build` gives it storage."""
+    """The blocks that this rank holds: all, or with pipeline stages those of its stages. `stages`:
+    how many layers each stage has; stage s is the (s // pp)-th chunk of rank s % pp of the
+    pipeline, the first begins with the embedding, the last ends with the head. Build it on the
+    meta device: `build` gives it storage."""
 
-    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False):
+    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None):
         super().__init__()
-        self.cfg, self.mesh = cfg, mesh
-        rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this rank
-        self.embed = Embed(cfg, mesh, rows)
-        layers = (Layer(cfg, mesh, i, keep_gathered) for i in range(cfg.n_layer))
-        self.layers = nn.ModuleList(layers)
-        weight = self.embed.tokens.weight
-        if not cfg.tied:
-            weight = declare(nn.Parameter(torch.empty(rows, cfg.d_model)), 0,
-                             (cfg.vocab_size, cfg.d_model))
-        self.head = Head(cfg, mesh, weight, loss_chunk)
+        self.cfg, self.mesh, stages = cfg, mesh, stages or [cfg.n_layer]
+        p, rank, bounds = mesh.size["pp"], mesh.coord["pp"], [0, *accumulate(stages)]
+        self.layers, self.names, self.chunks = nn.ModuleDict(), [], []
+        for s in range(rank, len(stages), p):
+            numbers, first, last = range(*bounds[s : s + 2]), len(self.names), s == len(stages) - 1
+            for i in numbers:
+                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered)
+            self.names += ["embed"] * (s == 0) + [f"layers.{i}" for i in numbers] + ["head"] * last
+            self.chunks.append(Chunk(range(first, len(self.names)), last))
+        rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this tp rank
+        table = Table(rows, cfg.d_model, 0, cfg.vocab_size)
+        if rank == 0:
+            self.embed = Embed(cfg, mesh, table)
+        if rank == p - 1:
+            head = table if cfg.tied else Table(rows, cfg.d_model, 0, cfg.vocab_size)
+            self.head = Head(cfg, mesh, head.weight, loss_chunk)
+        # a weight of two stages is a block of its own, so that both cut it into the same shards
+        self.shared = [("embed.tokens", table)] * (cfg.tied and p > 1 and rank in (0, p - 1))
         self.tables = (None, None)
 
     def named_blocks(self):
-        layers = [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
-        return [("embed", self.embed), *layers, ("head", self.head)]
+        return [(name, self.get_submodule(name)) for name in self.names]
 
-    def functions(self, compiled=False, selective=False):
-        """One function (x, micro) -> x for each block. Compiled, all layers share one
-        compilation: what differs between them enters as tensors. Communication stays outside."""
-        forward, whole = Layer.selective if selective else Layer.forward, self.mesh.size["tp"] == 1
+    def functions(self, compiled=False, selective=False, split=False):
+        """One function (x, micro, later) -> x for each block. Compiled, all layers share one
+        compilation: what differs between them enters as tensors. Communication, and products whose
+        weight gradients a schedule puts off (`split`), stay outside."""
+        forward = Layer.selective if selective else Layer.forward
+        whole = self.mesh.size["tp"] == 1 and not split
         if compiled:
             forward = torch.compile(forward, dynamic=False, fullgraph=whole)
-        for layer in self.layers if compiled and not whole else ():
+        for layer in self.layers.values() if compiled and not whole else ():
             for part in (layer.attn, layer.mlp):
                 part.enter, part.leave = map(torch.compiler.disable, (enter, leave))
-        layers = [lambda x, micro, layer=layer: forward(layer, x, micro) for layer in self.layers]
-        return [self.embed, *layers, self.head]
+        return [block if not isinstance(block, Layer) else
+                lambda x, micro, later, layer=block: forward(layer, x, micro, later)
+                for _, block in self.named_blocks()]
+
+    def empty(self, micro):
+        """What one stage sends to the next, to be filled: [B, T/tp, D]."""
+        B, T = micro.tokens.shape
+        return torch.empty(B, T // self.mesh.size["tp"], self.cfg.d_model, dtype=self.dtype,
+                           device=self.mesh.device)
 
     def micro(self, tokens, targets=None, pos=None, lo=None, scale=None, drop_key=None,
               sample=None):
@@ -392,12 +419,15 @@ class Transformer(nn.Module):
         return Micro(tokens, targets, pos, lo, cos, sin, scale, drop_key, drop_index)
 
 
-def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, **sharding):
+def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None,
+          **sharding):
     """Meta model -> storage. Returns (model, Blocks), weights still zero. `sharding`: the options
     of Blocks."""
     with torch.device("meta"):
-        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered)
-    blocks = Blocks(model.named_blocks(), mesh, dtype, **sharding)
+        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered, stages)
+    model.dtype, p = dtype, mesh.size["pp"]
+    twin = {0: p - 1, p - 1: 0}.get(mesh.coord["pp"]) if cfg.tied and p > 1 else None
+    blocks = Blocks(model.named_blocks(), mesh, dtype, shared=model.shared, twin=twin, **sharding)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.place = torch.tensor(module.number, device=mesh.device)
@@ -451,9 +481,27 @@ def init_weights(blocks, cfg, seed):
     blocks.refresh()
 
 
-def count_params(blocks):
+def whole_model(cfg):
+    """The parameters of the whole model as one process would hold them: [Param]."""
+    with torch.device("meta"):
+        return list_params(Transformer(cfg, build_mesh(layout_of(1), "cpu")).named_blocks())
+
+
+def count_params(cfg):
     """Elements of the logical tensors: padding is not counted, a tied weight counts once."""
-    return sum(math.prod(p.full_shape) for p in blocks.params)
+    return sum(math.prod(p.full_shape) for p in whole_model(cfg))
+
+
+def cut(cfg, n_stage, seq_len):
+    """How many layers each stage gets, so that the most loaded has as little work as possible; and
+    its work over the mean. The output layer counts as its products (its gradient's are made in the
+    forward), the embedding as nothing."""
+    head = 6 * cfg.d_model * cfg.vocab_size
+    costs = [(flops_per_token(cfg, seq_len) - head) / cfg.n_layer] * cfg.n_layer
+    costs[-1] += head
+    bounds = balance(costs, n_stage)
+    parts = [sum(costs[i:j]) for i, j in zip(bounds, bounds[1:])]
+    return [j - i for i, j in zip(bounds, bounds[1:])], max(parts) * n_stage / sum(parts)
 
 
 def flops_per_token(cfg, seq_len):
@@ -492,6 +540,8 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
     The context is the last cfg.max_len tokens, computed anew for each token. Collective: every
     rank draws the same tokens."""
     generator = torch.Generator(tokens.device).manual_seed(seed)
+    p, stage = model.mesh.size["pp"], model.mesh.coord["pp"]
+    schedule = program(p, stage, "interleaved", 1, len(model.chunks), training=False)
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(n):
         context = tokens[:, -model.cfg.max_len :]
@@ -500,12 +550,14 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
             context = F.pad(context, (0, extra))  # comes after the last token changes nothing
             pos = torch.arange(context.shape[1], device=tokens.device).clamp(max=last)
             pos = pos.expand(context.shape)
-        micro, x = model.micro(context, pos=pos), None
-        for i, (_, block) in enumerate(model.named_blocks()):
-            blocks.gather(i)
-            x = block.logits(x, last) if block is model.head else block(x, micro)
-            blocks.free(i)
-        token = pick(x, temperature, top_k, top_p, generator)
+        micro, fns = model.micro(context, pos=pos), model.functions()
+        token = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        if model.chunks[-1].last:
+            fns[-1] = lambda x, micro, later, at=last: model.head.logits(x, at)
+        logits = run(schedule, fns, blocks, [micro], chunks=model.chunks, empty=model.empty)
+        if model.chunks[-1].last:
+            token = pick(logits, temperature, top_k, top_p, generator)
+        token = all_reduce(model.mesh, token, "pp")
         tokens = torch.cat([tokens, token.unsqueeze(1)], dim=1)
         if stop is not None:
             done |= token == stop
@@ -528,18 +580,12 @@ def sample(model, blocks, tokenizer, prompt, n, **choices):
 
 def print_table(cfg, seq_len):
     """Name, local shape, cut and count of every parameter."""
-    mesh = build_mesh(layout_of(1), "cpu")
-    with torch.device("meta"):
-        model = Transformer(cfg, mesh)
-    total = 0
     print(f"{'parameter':<32} {'shape':<18} {'cut over tp':<12} {'count':>15}")
-    for p in list_params(model.named_blocks()):
-        n = math.prod(p.full_shape)
-        total += n
-        shape = " x ".join(map(str, p.full_shape))
-        cut = "whole" if p.cut is None else f"dim {p.cut}"
-        print(f"{p.name:<32} {shape:<18} {cut:<12} {n:>15,}")
-    print(f"{'all':<64} {total:>15,}")
+    for p in whole_model(cfg):
+        shape, over_tp = " x ".join(map(str, p.full_shape)), f"dim {p.cut}"
+        print(f"{p.name:<32} {shape:<18} {'whole' if p.cut is None else over_tp:<12} "
+              f"{math.prod(p.full_shape):>15,}")
+    print(f"{'all':<64} {count_params(cfg):>15,}")
     flops = flops_per_token(cfg, seq_len)
     print(f"{flops:,.0f} FLOPs a token at length {seq_len}, forward and backward")
 

@@ -22,14 +22,19 @@ does in backward.
 With one rank on an axis each of them is the identity, and no collective is called: one process is
 the specification that every layout has to reproduce.
 
-    python parallel.py          draws the grid of a layout
+    python parallel.py                      draws the grid of a layout
+    python parallel.py interleaved 4 8 2    the timeline of a schedule: 4 ranks, 8 microbatches
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
+import sys
+import threading
 from datetime import timedelta
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -46,6 +51,7 @@ UNIONS = {  # groups over several axes at once
     "data": ("dp", "fsdp"),  # ranks that read different samples
     "shard": ("fsdp", "cp"),  # ranks that hold the shards of one copy of the parameters
     "grad": ("dp", "fsdp", "cp"),  # ranks that hold parts of a dense parameter's gradient
+    "loss": ("pp", "dp", "fsdp", "cp"),  # ranks whose parts of the loss add up
     "model": ("pp", "tp"),  # ranks that hold the parts of one model
     "copy": ("pp", "fsdp", "cp", "tp"),  # the same, where the parts are sharded as well
 }
@@ -239,6 +245,52 @@ def reduce_scatter(mesh, x, axis, what=""):
     return reduce_scatter_start(mesh, x.contiguous(), axis, what).wait().to(x.dtype)
 
 
+class Sending:
+    """A send under way. done() does not wait; on a CPU a thread does, as gloo tells nobody else."""
+
+    def __init__(self, work, device):
+        self.work, self.error, self.thread = work, None, None
+        if device.type == "cpu":
+            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.thread.start()
+
+    def watch(self):
+        try:
+            self.work.wait()
+        except Exception as error:
+            self.error = error
+
+    def done(self):
+        return self.work.is_completed() if self.thread is None else not self.thread.is_alive()
+
+    def wait(self):
+        self.work.wait() if self.thread is None else self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+def send(mesh, x, stage):
+    """Start to send x to the rank at coordinate `stage` of pp: x must stay as it is until done."""
+    count(mesh, "pp", "send", x.numel() * x.element_size())
+    return Sending(dist.isend(x, group=mesh.group["pp"], group_dst=stage), mesh.device)
+
+
+def receive(mesh, out, stage):
+    """Start to fill `out` with what the rank at coordinate `stage` of pp sends."""
+    return Handle(dist.irecv(out, group=mesh.group["pp"], group_src=stage), lambda: out)
+
+
+def swap(mesh, x, stage, what=""):
+    """x of the rank at coordinate `stage` of pp, which gets this rank's."""
+    count(mesh, "pp", "send", x.numel() * x.element_size(), what)
+    other, group = torch.empty_like(x), mesh.group["pp"]
+    both = [dist.P2POp(dist.isend, x, group=group, group_peer=stage),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=stage)]
+    for work in dist.batch_isend_irecv(both):  # as one: neither waits for the other to end
+        work.wait()
+    return other
+
+
 class Pending:
     """Integers on their way through the control group: sum over all ranks, on the host."""
 
@@ -294,28 +346,67 @@ class _Enter(torch.autograd.Function):
     the sequence is dim 0, so that gathers and scatters need no copies."""
 
     @staticmethod
-    def forward(ctx, x, mesh, keep, *params):
+    def forward(ctx, x, mesh, keep, later, *params):
         weights, biases = params[::2], params[1::2]
         whole = all_gather(mesh, x.transpose(0, 1), "tp")  # [T, B, D]
         ctx.save_for_backward(whole if keep else x, *weights)
-        ctx.mesh, ctx.keep, ctx.biased = mesh, keep, [b is not None for b in biases]
+        ctx.mesh, ctx.keep, ctx.later = mesh, keep, later
+        ctx.biased = [b is not None for b in biases]
+        # a slice of a weight knows its part of the accumulator, which has no storage as yet
+        ctx.accs = [getattr(w, "accumulator", lambda w=w: w.main_grad) for w in weights]
         return tuple(F.linear(whole, w, b).transpose(0, 1) for w, b in zip(weights, biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         (x, *weights), mesh, dx = ctx.saved_tensors, ctx.mesh, None
-        gathering = Handle(None, lambda: x) if ctx.keep else \
-            all_gather_start(mesh, x.transpose(0, 1), "tp")
+
+        def gather():
+            kept = Handle(None, lambda: x)
+            return kept if ctx.keep else all_gather_start(mesh, x.transpose(0, 1), "tp")
+
+        gathering = gather() if ctx.later is None else None
         T, B = grads[0].shape[1], grads[0].shape[0]
         grads = [g.transpose(0, 1).reshape(T * B, -1) for g in grads]
         for g, w in zip(grads, weights):
             dx = g @ w if dx is None else dx.addmm_(g, w)
         scattering = reduce_scatter_start(mesh, dx.view(T, B, -1), "tp")
-        whole, out = gathering.wait().reshape(T * B, -1), []
-        for g, biased in zip(grads, ctx.biased):
-            out += [g.t() @ whole, g.sum(0) if biased else None]
-        return scattering.wait().to(dx.dtype).transpose(0, 1), None, None, *out
+        biases = [g.sum(0) if biased else None for g, biased in zip(grads, ctx.biased)]
+        if ctx.later is None:
+            whole = gathering.wait().reshape(T * B, -1)
+            out = [t for g, bias in zip(grads, biases) for t in (g.t() @ whole, bias)]
+        else:
+            def weight_part():
+                whole = gather().wait().reshape(T * B, -1)
+                for g, acc in zip(grads, ctx.accs):
+                    add_product(acc(), g, whole)
+
+            ctx.later.append(weight_part)
+            out = [t for bias in biases for t in (None, bias)]
+        return scattering.wait().to(dx.dtype).transpose(0, 1), None, None, None, *out
+
+
+class _Product(torch.autograd.Function):
+    """x W^T whose weight gradient is left for later."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.save_for_backward(x, weight)
+        ctx.later, ctx.main_grad = later, weight.main_grad
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        g, x, acc = grad.flatten(0, 1), x.flatten(0, 1), ctx.main_grad
+        ctx.later.append(lambda: add_product(acc, g, x))
+        return grad @ weight, None, None
+
+
+def add_product(acc, g, x):
+    """acc [V, D] += g^T x, g [n, V], x [n, D]."""
+    acc.addmm_(g.t(), x) if acc.dtype == x.dtype else acc.add_(g.t() @ x)
 
 
 class _Leave(torch.autograd.Function):
@@ -330,22 +421,25 @@ class _Leave(torch.autograd.Function):
         return all_gather(ctx.mesh, grad, "tp", ctx.what), None, None
 
 
-def enter(x, layers, mesh, keep=False):
+def enter(x, layers, mesh, keep=False, later=None):
     """The whole sequence times this rank's rows of each (weight, bias): x [B, T/tp, D] ->
     [[B, T, rows], ...]. Forward: all-gather of x over tp. Backward: all-gather of x again (not
-    with `keep`), reduce-scatter of its partial gradients over tp."""
-    if mesh.size["tp"] == 1:
+    with `keep`), reduce-scatter of its partial gradients over tp. With `later`, a list, backward
+    leaves the weights' products to functions that it puts there; they add to `main_grad`."""
+    if mesh.size["tp"] == 1 and later is None:
         return [F.linear(x, weight, bias) for weight, bias in layers]
-    return _Enter.apply(x, mesh, keep, *[t for pair in layers for t in pair])
+    return _Enter.apply(x, mesh, keep, later, *[t for pair in layers for t in pair])
 
 
-def leave(x, weight, bias, mesh):
+def leave(x, weight, bias, mesh, later=None):
     """The whole sequence times this rank's columns of the weight, summed over the ranks, and the
     bias added once: x [B, T, columns] -> [B, T/tp, D]. Forward: reduce-scatter over tp. Backward:
-    all-gather over tp."""
-    if mesh.size["tp"] == 1:
+    all-gather over tp. `later`: as in enter."""
+    if mesh.size["tp"] == 1 and later is None:
         return F.linear(x, weight, bias)
-    y = _Leave.apply(F.linear(x.transpose(0, 1), weight), mesh, "").transpose(0, 1)
+    x = x.transpose(0, 1)
+    y = F.linear(x, weight) if later is None else _Product.apply(x, weight, later)
+    y = (y if mesh.size["tp"] == 1 else _Leave.apply(y, mesh, "")).transpose(0, 1)
     return y if bias is None else y + bias
 
 
@@ -399,12 +493,12 @@ class _Lookup(torch.autograd.Function):
     read and thrown away each microbatch."""
 
     @staticmethod
-    def forward(ctx, index, weight, main_grad, owner):
+    def forward(ctx, index, weight, main_grad, owner, later):
         n = weight.shape[0]
         foreign = None if owner is None else (index // n != owner).unsqueeze(-1)
         index = index if owner is None else index % n  # the owner's row; elsewhere any will do
         ctx.save_for_backward(index, foreign)
-        ctx.main_grad, ctx.shape = main_grad, weight.shape
+        ctx.main_grad, ctx.shape, ctx.later = main_grad, weight.shape, later
         rows = F.embedding(index, weight)
         return rows if owner is None else rows.masked_fill_(foreign, 0)
 
@@ -415,19 +509,22 @@ class _Lookup(torch.autograd.Function):
         grad = grad if foreign is None else grad.masked_fill(foreign, 0)
         index, grad = index.reshape(-1), grad.reshape(-1, grad.shape[-1])
         if ctx.main_grad is None:
-            return None, grad.new_zeros(ctx.shape).index_add_(0, index, grad), None, None
-        ctx.main_grad.index_add_(0, index, grad.to(ctx.main_grad.dtype))
-        return None, None, None, None
+            dense = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
+            return None, dense, None, None, None
+        acc = ctx.main_grad
+        add = lambda: acc.index_add_(0, index, grad.to(acc.dtype))  # noqa: E731
+        add() if ctx.later is None else ctx.later.append(add)
+        return None, None, None, None, None
 
 
-def lookup(index, weight, mesh=None):
+def lookup(index, weight, mesh=None, later=None):
     """Rows of a table by number: index [B, T] -> [B, T, D]; with a mesh from a table split over
     tp, where each rank keeps its positions of the sum: [B, T/tp, D]. Forward: reduce-scatter over
-    tp. Backward: all-gather over tp."""
+    tp. Backward: all-gather over tp. `later`: as in enter."""
     main_grad = getattr(weight, "main_grad", None)
     if mesh is None or mesh.size["tp"] == 1:
-        return _Lookup.apply(index, weight, main_grad, None)
-    rows = _Lookup.apply(index.t(), weight, main_grad, mesh.coord["tp"])
+        return _Lookup.apply(index, weight, main_grad, None, later)
+    rows = _Lookup.apply(index.t(), weight, main_grad, mesh.coord["tp"], later)
     return _Leave.apply(rows, mesh, "embedding").transpose(0, 1)
 
 
@@ -535,11 +632,12 @@ def declare(tensor, cut=None, full_shape=None):
     return tensor
 
 
-def list_params(blocks):
+def list_params(blocks, shared=()):
     """Every parameter of the named blocks once, in order: [("embed", module), ...] -> [Param]. A
-    weight that two blocks share belongs to the first."""
+    weight that two blocks share belongs to the first; to none of them if it is in `shared`, whose
+    modules are blocks of their own, numbered after the others."""
     params, seen = [], {}
-    for b, (block_name, block) in enumerate(blocks):
+    for b, (block_name, block) in [*enumerate(shared, len(blocks)), *enumerate(blocks)]:
         for path, module in block.named_modules():
             for attr, tensor in module.named_parameters(recurse=False):
                 if id(tensor) in seen:
@@ -588,24 +686,27 @@ class Blocks:
 
     ALIGN = 16  # elements: parameters begin at multiples of it, so that kernels can use wide loads
 
-    def __init__(self, blocks, mesh, dtype, zero=0, prefetch=1, reduce_dtype=None, offload=False):
+    def __init__(self, blocks, mesh, dtype, zero=0, prefetch=1, reduce_dtype=None, offload=False,
+                 hold=False, shared=(), twin=None):
         """`blocks`: [(name, module)] in the order of forward, built on the meta device. Allocates
-        the storage (zeros) and makes the modules' parameters views into it."""
+        the storage (zeros) and makes the modules' parameters views into it. `hold`: gather and
+        reduce once a step. `shared`: a weight that several blocks use, as a block of its own;
+        `twin`: the stage whose rank has the other copy of it."""
         self.mesh, self.dtype, self.zero, self.prefetch = mesh, dtype, zero, prefetch
-        self.offload = offload
+        self.offload, self.hold, self.twin = offload, hold, twin
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.reduce_dtype = reduce_dtype or self.master_dtype
-        self.params = list_params(blocks)
+        self.params, n = list_params(blocks, shared), len(blocks) + len(shared)
         self.sizes, self.split, self.replicated = zip(*[
-            self.place([p for p in self.params if p.block == b]) for b in range(len(blocks))])
+            self.place([p for p in self.params if p.block == b]) for b in range(n)])
         self.shards = mesh.size["shard"] if zero else 1
         self.spans = [(mesh.coord["shard"] * n // self.shards, (mesh.coord["shard"] + 1) * n
                        // self.shards) if zero else (0, n) for n in self.sizes]
         self.allocate()
         self.bind(blocks)
-        self.gathering = [None] * len(blocks)  # handle of an all-gather under way
-        self.whole = [zero < 3] * len(blocks)
-        self.open = [zero < 2] * len(blocks)  # the whole gradient buffer holds something
+        self.gathering = [None] * n  # handle of an all-gather under way
+        self.whole = [zero < 3 or not size for size in self.sizes]
+        self.open = [zero < 2] * n  # the whole gradient buffer holds something
         self.reducing = {}  # block -> handle of a reduce-scatter under way
         self.summing = []  # handles of all-reduces
 
@@ -641,15 +742,17 @@ class Blocks:
             self.piece = [w[lo:hi] for w, (lo, hi) in zip(self.weight, self.spans)]
         else:
             self.piece = [zeros(n, self.dtype) for n in shard]
+            turns = len(self.sizes) if self.hold else 2 + self.prefetch
             self.weight, self.lasting = take_turns(
-                self.sizes, 2 + self.prefetch, lambda n: zeros(n, self.dtype))
+                self.sizes, turns, lambda n: zeros(n, self.dtype))
         self.master = self.piece if same else [state(n, self.master_dtype) for n in shard]
         if self.zero < 2:
             self.full_grad = [zeros(n, self.master_dtype) for n in self.sizes]
             self.grad = [g[lo:hi] for g, (lo, hi) in zip(self.full_grad, self.spans)]
         else:
             self.full_grad, self.grad_lasting = take_turns(
-                self.sizes, 2, lambda n: zeros(n, self.master_dtype))
+                self.sizes, len(self.sizes) if self.hold else 2,
+                lambda n: zeros(n, self.master_dtype))
             self.grad = [zeros(n, self.master_dtype) for n in shard]
         self.exp_avg, self.exp_avg_sq = ([state(n, self.master_dtype) for n in shard]
                                          for _ in range(2))
@@ -674,8 +777,13 @@ class Blocks:
                 for b, (_, block) in enumerate(blocks):
                     if any(m is module for m in block.modules()):
                         self.uses[b].add(p.block)
-        self.last_use = [max(b for b, used in enumerate(self.uses) if i in used)
-                         for i in range(len(blocks))]
+        users = [[b for b, used in enumerate(self.uses) if i in used]
+                 for i in range(len(self.sizes))]
+        self.last_use = [max(among) for among in users]
+        # whose backward completes the gradients of which: that of the first user comes last
+        self.closes = [[i for i, among in enumerate(users) if min(among) == b]
+                       for b in range(len(blocks))]
+        self.tensors = [[t for i in closed for t in self.tensors[i]] for closed in self.closes]
         if self.zero == 3:
             for i, lasting in enumerate(self.lasting):
                 lasting or self.weight[i].untyped_storage().resize_(0)
@@ -712,10 +820,13 @@ class Blocks:
     def free(self, i):
         """Block i is done for now: give back what it was the last to use (zero 3)."""
         for b in self.uses[i]:
-            if self.zero == 3 and self.last_use[b] == i:
-                self.whole[b] = False
-                if not self.lasting[b]:
-                    self.weight[b].untyped_storage().resize_(0)
+            if self.zero == 3 and self.last_use[b] == i and not self.hold:
+                self.drop(b)
+
+    def drop(self, b):
+        self.whole[b] = not self.sizes[b]
+        if not self.lasting[b]:
+            self.weight[b].untyped_storage().resize_(0)
 
     def refresh(self):
         """Bring the compute copy up to date with the master weights: a cast and, at zero 1 and 2,
@@ -727,7 +838,11 @@ class Blocks:
                 piece.copy_(master, non_blocking=True)
         if self.zero in (1, 2) and self.shards > 1:
             for i, alias in enumerate(self.alias):
-                self.gathering[i] = all_gather_into(self.mesh, alias, self.piece[i], "shard")
+                if self.sizes[i]:
+                    self.gathering[i] = all_gather_into(self.mesh, alias, self.piece[i], "shard")
+        if self.zero == 3 and self.hold:
+            for b in range(len(self.sizes)):
+                self.drop(b)
 
     # ---- gradients
 
@@ -762,14 +877,14 @@ class Blocks:
         if self.zero == 0:
             if last:
                 self.start_sum(i, "grad")
-        elif self.zero >= 2 or last:
+        elif self.sizes[i] and (last or self.zero >= 2 and not self.hold):
             sent = self.full_grad[i]
             sent = sent if self.shards == 1 else sent.to(self.reduce_dtype)
             self.reducing[i] = reduce_scatter_start(self.mesh, sent, "shard"), last
 
     def start_sum(self, i, axis):
         """Start the all-reduce of block i's gradient (shard) over `axis`, in the reduce dtype."""
-        if self.mesh.size[axis] == 1:
+        if self.mesh.size[axis] == 1 or not self.sizes[i]:
             return
         sent = self.grad[i].to(self.reduce_dtype)
         work = all_reduce(self.mesh, sent, axis, wait=False)
@@ -798,6 +913,7 @@ class Blocks:
             handle.wait()
         self.summing.clear()
         self.sum_replicated()
+        self.sum_twins()
 
     def parted(self):
         """Each block's gradient (shard) in three: before, in and after what tp replicates."""
@@ -813,12 +929,26 @@ class Blocks:
             all_reduce(self.mesh, sent, "tp", what="replicated")
             torch._foreach_copy_(parts, sent.split([len(part) for part in parts]))
 
+    def sum_twins(self):
+        """A weight that the first and the last stage share: each sends the other its gradient
+        (shard), and both add the two in the order of the stages."""
+        if self.twin is not None:
+            mine = self.grad[-1].to(self.reduce_dtype)
+            other = swap(self.mesh, mine, self.twin, "tied")
+            pair = (mine, other) if self.mesh.coord["pp"] < self.twin else (other, mine)
+            self.grad[-1].copy_(pair[0] + pair[1])
+
+    def is_second_twin(self):
+        return self.twin is not None and self.mesh.coord["pp"] > self.twin
+
     def grad_norm(self):
         """The global 2-norm of the gradient, each logical element once: a 0-d device tensor. One
         all-reduce of a scalar, over all ranks that hold parts of one copy of the parameters."""
         grads = self.grad  # padding is zero
         if self.mesh.coord["tp"] > 0:  # tp rank 0 counts what all of them hold
             grads = [part for before, _, after in self.parted() for part in (before, after)]
+        if self.is_second_twin():  # of the shared block, which is the last
+            grads = grads[: -len(grads) // len(self.grad)]
         total = torch.stack(torch._foreach_norm(grads)).square().sum()
         return all_reduce(self.mesh, total, "copy" if self.zero else "model").sqrt()
 
@@ -865,11 +995,13 @@ class Blocks:
         return buffers[p.block][at - lo : stop - lo], min(at - p.start, p.numel)
 
     def replicas(self, p):
-        """(r, n, axes): this rank holds replica r of n of its shard of p; they lie along `axes`."""
+        """(r, n): this rank holds replica r of n of its shard of p."""
         axes, r, n = ["dp" if self.zero else "grad"] + ["tp"] * (p.cut is None), 0, 1
         for axis in axes:
             r, n = r * self.mesh.size[axis] + self.mesh.coord[axis], n * self.mesh.size[axis]
-        return r, n, axes
+        if self.twin is not None and p.block == len(self.sizes) - 1:
+            r, n = 2 * r + self.is_second_twin(), 2 * n
+        return r, n
 
     def state(self, shared=False):
         """(kind, Param, data, start) of what a checkpoint holds, as `local` gives it. `shared`:
@@ -877,7 +1009,7 @@ class Blocks:
         for kind, buffers in (("param", self.master), ("exp_avg", self.exp_avg),
                               ("exp_avg_sq", self.exp_avg_sq)):
             for p in self.params:
-                replica = self.replicas(p)[:2] if shared else (0, 1)
+                replica = self.replicas(p) if shared else (0, 1)
                 yield kind, p, *self.local(buffers, p, replica)
 
 
@@ -935,15 +1067,15 @@ def fingerprint(data, index):
 
 def check_replicas(blocks):
     """Raise RuntimeError naming the first parameter whose replicas (over dp; at zero 0 over dp x
-    fsdp x cp; over tp what it replicates) are not bit-identical. Two all-reduces, and two more
-    over tp, of a word for each parameter."""
+    fsdp x cp; over tp what it replicates; a tied weight between its stages) are not bit-identical.
+    Two all-reduces, and two more over tp, of a word for each parameter."""
     mesh, prints = blocks.mesh, []
     for p in blocks.params:
         data, start = blocks.local(blocks.master, p)
         index = logical_index(p.shape, p.full_shape, p.cut_offset(mesh), start,
                               start + data.numel(), data.device)
         prints.append(fingerprint(data, index).to(mesh.device))
-    prints, params = torch.stack(prints), blocks.params
+    every, prints, params = list(zip(prints, blocks.params)), torch.stack(prints), blocks.params
     for axis in ("dp" if blocks.zero else "grad", "tp"):
         if axis == "tp":
             whole = [p.cut is None for p in params]
@@ -953,103 +1085,451 @@ def check_replicas(blocks):
         for p, differs in zip(params, (low != high).tolist()):
             if differs:
                 raise RuntimeError(f"the replicas of {p.name} differ between {axis} ranks")
+    if blocks.twin is not None:
+        mine = torch.stack([x for x, p in every if p.block == len(blocks.sizes) - 1])
+        if not torch.equal(mine, swap(mesh, mine, blocks.twin, "tied")):
+            raise RuntimeError("the tied weight differs between the first and the last stage")
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. Pipeline: a schedule is a list of actions, and one executor runs any list
+# 6. Pipeline: a schedule is a list of actions for each rank, and one executor runs any list
+#
+# p ranks hold v chunks of the model each: p v stages. m microbatches go through all of them and
+# back; the time in which a rank has nothing to do is the bubble. If a forward takes 1, a backward 2
+# (1 for the gradient of its input, 1 for those of its weights) and m >= p (interleaved: p | m):
+#
+#     schedule       share of bubble    forwards kept (of 1/v rank)
+#     gpipe          (p-1)/(mv + p-1)   mv                      the simplest
+#     1f1b           (p-1)/(m + p-1)    p - rank                same time, bounded memory
+#     interleaved    (p-1)/(mv + p-1)   (v-1)p + 2(p-rank) - 1  v times as many transfers
+#     zero-bubble    (p-1)/(3m + p-1)   p - rank                and up to rank + 1 weight parts due
 
 
 class Action(NamedTuple):
-    """One entry of a schedule: do `kind` ("forward" or "backward") for this microbatch."""
+    """One entry of a schedule: do `kind` for this microbatch with this chunk of the rank's model.
+
+    "forward", "backward", or backward in two parts: "input" (the gradient of the chunk's input,
+    for which the stage before it waits) and "weight" (those of its weights: nobody waits)."""
 
     kind: str
     microbatch: int
+    chunk: int = 0
 
 
-def accumulate_schedule(n_microbatch):
-    """One stage: forward and backward of each microbatch in turn (gradient accumulation)."""
-    return [Action(kind, j) for j in range(n_microbatch) for kind in ("forward", "backward")]
+def weave(forwards, backwards, warmup):
+    """`warmup` forwards; then one forward and one backward in turn; then the other backwards."""
+    woven = [a for pair in zip(forwards[warmup:], backwards) for a in pair]
+    return forwards[:warmup] + woven + backwards[len(woven) // 2 :]
 
 
-def forward_schedule(n_microbatch):
-    """Evaluation: forwards only."""
-    return [Action("forward", j) for j in range(n_microbatch)]
+def need_chunks(name, v, n):
+    if v != n:
+        raise ValueError(f"parallel.chunks = {v}: {name} has {n} on each rank (interleaved: any)")
 
 
-def run(actions, fns, blocks, microbatches, keep=None):
-    """Run a schedule on this rank's blocks. Returns the sum of the loss over the microbatches.
+def gpipe(p, m, v=1):
+    """All forwards, then all backwards (Huang et al. 2019); with v > 1 chunk after chunk (Lamy-
+    Poirier 2022). A single rank would keep every activation and gain nothing: it takes turns."""
+    if p == 1:
+        return interleaved(p, m, v)
+    forwards = [Action("forward", j, c) for c in range(v) for j in range(m)]
+    backwards = [Action("backward", j, c) for c in reversed(range(v)) for j in range(m)]
+    return [forwards + backwards] * p
 
-    `fns`: one function for each block, fn(x, microbatch) -> x; the first ignores x, the last
-    returns the loss. `keep[i]`: whether forward keeps block i's graph, or only its input, from
-    which backward computes the block again. Without backward actions nothing is kept.
+
+def one_forward_one_backward(p, m, v=1):
+    """1F1B (Narayanan et al. 2021): begin backwards as soon as possible. Rank r has p-1-r ranks
+    behind it. It sends them as many microbatches, and from then on gives one and gets one back:
+    as much idle time as GPipe, but never more than p - r forwards waiting for their backward.
+    A single rank does forward and backward of each in turn: plain gradient accumulation."""
+    need_chunks("1f1b", v, 1)
+    forwards, backwards = ([Action(kind, j) for j in range(m)] for kind in ("forward", "backward"))
+    return [weave(forwards, backwards, min(m, p - 1 - rank)) for rank in range(p)]
+
+
+def interleaved(p, m, v=1):
+    """Interleaved 1F1B, in Megatron's order (Narayanan et al. 2021): p microbatches go through the
+    first chunk of every rank, then through the second ..., then the next p follow. The pipeline
+    fills and drains by chunks, which takes 1/v of the time.
+
+    Groups need p to divide m. Otherwise it is made for the next multiple, and what concerns
+    microbatches that do not exist is left out: no microbatch needs the results of another."""
+    if v == 1:
+        return one_forward_one_backward(p, m)
+    groups = [range(first, first + p) for first in range(0, m, p)]
+    forwards = [Action("forward", j, c) for g in groups for c in range(v) for j in g]
+    backwards = [Action("backward", j, c) for g in groups for c in reversed(range(v)) for j in g]
+    schedule = []
+    for rank in range(p):
+        # (v-1) p forwards until the last chunk begins, then 2 for each rank behind. With instant
+        # transfers 1 would do, as in 1F1B; the other is work to do while a transfer is under way.
+        warmup = min(len(forwards), (v - 1) * p + 2 * (p - 1 - rank))
+        schedule.append([a for a in weave(forwards, backwards, warmup) if a.microbatch < m])
+    return schedule
+
+
+def zero_bubble(p, m, v=1):
+    """ZB-H1 (Qi et al. 2023): 1F1B with each backward in two parts. Only the input part holds up
+    the ranks before, so the first gradients arrive sooner; and rank r puts off the weight parts of
+    r microbatches, to do them at the end where 1F1B waits for the last gradients."""
+    need_chunks("zero-bubble", v, 1)
+    schedule = []
+    for rank, actions in enumerate(one_forward_one_backward(p, m)):
+        parts = []
+        for kind, j, _ in actions:
+            parts.append(Action("forward" if kind == "forward" else "input", j))
+            if kind == "backward" and j >= rank:
+                parts.append(Action("weight", j - rank))
+        schedule.append(parts + [Action("weight", j) for j in range(max(0, m - rank), m)])
+    return schedule
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved,
+             "zero-bubble": zero_bubble}
+
+
+def forwards_of(schedule):
+    """Evaluation: the forwards of a schedule in their order."""
+    return [[a for a in actions if a.kind == "forward"] for actions in schedule]
+
+
+def connect(schedule, v):
+    """For each rank and action (needs, makes): the result it waits for (or None) and its own, as
+    (what, microbatch, stage); a "gradient" is that of the stage's input. ValueError unless every
+    stage does every microbatch's forward and backward once."""
+    last, found, links = len(schedule) * v - 1, {}, [[] for _ in schedule]
+    for rank, actions in enumerate(schedule):
+        for kind, j, c in actions:
+            s = c * len(schedule) + rank
+            found.setdefault((s, j), []).append(kind)
+            needs, makes = ("activation", j, s - 1) if s else None, ("activation", j, s)
+            if kind == "weight":
+                needs, makes = ("gradient", j, s), ("weights", j, s)
+            elif kind != "forward":  # the last stage makes the loss, from which the way back begins
+                needs, makes = ("gradient", j, s + 1) if s < last else makes, ("gradient", j, s)
+            links[rank].append((needs, makes))
+    whole = [["backward", "forward"], ["forward", "input", "weight"]]
+    if all(kinds == ["forward"] for kinds in found.values()):  # evaluation
+        whole = [["forward"]]
+    for s, j in {*product(range(last + 1), range(1 + max(j for _, j in found))), *found}:
+        if sorted(found.get((s, j), [])) not in whole or s > last:
+            raise ValueError(f"stage {s} does {found.get((s, j), [])} for microbatch {j}")
+    return links
+
+
+class Played(NamedTuple):
+    """What `simulate` finds. The lists have an entry for each rank."""
+
+    makespan: float  # time until the last action ends
+    bubble: float  # share of all ranks' time in which they idle: 1 - busy / (p makespan)
+    live: list  # most forwards done whose "backward" or "input" is still to come
+    due: list  # most "input" parts done whose "weight" is still to come
+    spans: list  # (start, end) of each action
+    order: list  # all actions as (rank, index), none before one that it depends on
+
+
+def unit_cost(kind, stage):
+    return 2 if kind == "backward" else 1
+
+
+def most(actions, more, less):
+    """The most actions of kinds `more` at any time whose action of kinds `less` is to come."""
+    return max(accumulate((a.kind in more) - (a.kind in less) for a in actions))
+
+
+def simulate(schedule, v=1, cost=unit_cost, transfer=0):
+    """Play a schedule through: Played, or a ValueError if it is not complete or cannot go on.
+
+    An action takes cost(kind, stage). It starts when the one before it on its rank has ended and
+    what it needs is there: a result of another rank, `transfer` after that was made."""
+    links, p = connect(schedule, v), len(schedule)
+    spans, ready, order, waits, moved = [[] for _ in schedule], {None: 0}, [], [], True
+    while moved:
+        moved, waits = False, []
+        for rank, actions in enumerate(schedule):
+            for i in range(len(spans[rank]), len(actions)):
+                needs, makes = links[rank][i]
+                if needs not in ready:
+                    waits.append(f"rank {rank} at action {i} {tuple(actions[i])} for {needs}")
+                    break
+                far = needs is not None and needs[2] % p != rank
+                start = max(ready[needs] + transfer * far, spans[rank][-1][1] if i else 0)
+                end = ready[makes] = start + cost(actions[i].kind, makes[2])
+                spans[rank].append((start, end))
+                order.append((end, rank, i))
+                moved = True
+    if waits:
+        raise ValueError("a schedule that cannot go on: " + "; ".join(waits))
+    order.sort(key=lambda entry: entry[0])  # stable: at equal times dependencies stay in order
+    makespan, busy = order[-1][0], sum(end - start for row in spans for start, end in row)
+    return Played(makespan, 1 - busy / (p * makespan),
+                  [most(actions, ("forward",), ("backward", "input")) for actions in schedule],
+                  [most(actions, ("input",), ("weight",)) for actions in schedule],
+                  spans, [entry[1:] for entry in order])
+
+
+class Transfer(NamedTuple):
+    """An entry of a program, between its actions: "send" the result of the action just done to
+    rank `peer`, whose `action` needs it; "receive" from `peer` what this rank's `action` needs
+    (posted here, waited for before it); or "keep" the result for another `action` of this rank."""
+
+    op: str
+    action: Action
+    peer: int
+
+
+def transfers(schedule, v=1, cost=unit_cost):
+    """The program of each rank: its actions, and between them what it sends and receives.
+
+    All transfers have one order: that in which results become ready when the schedule is played
+    with `cost` (the same on all ranks). Each rank has those it takes part in. So the n-th send from
+    a to b is the n-th receive of b from a, and no tags are needed. A receive stands before the
+    action during which the result is due, and where no send forbids it one earlier: posted ahead.
+
+    No deadlock, even if every send and receive blocks its rank until the other end is there, or if
+    all those of a rank share a queue and hold up what is behind them (NCCL on one communicator).
+    Let t be the first transfer in the order that is not done. In the programs of its two ranks,
+    before t stand only earlier transfers, all done, and actions that need only those. So both ranks
+    come to t, and it is done. More queues, as one for each direction, only take waits away."""
+    links, users = connect(schedule, v), {}
+    for actions, row, rank in zip(schedule, links, range(len(schedule))):
+        users |= {needs: (rank, a) for a, (needs, makes) in zip(actions, row)
+                  if needs and needs[2] != makes[2]}
+    programs = [[] for _ in schedule]
+    for rank, i in simulate(schedule, v, cost).order:
+        programs[rank].append(schedule[rank][i])
+        peer, user = users.get(links[rank][i][1], (None, None))
+        if user:
+            programs[rank].append(Transfer("keep" if peer == rank else "send", user, peer))
+        if user and peer != rank:
+            there = programs[peer]
+            ahead = len(there) > 0 and isinstance(there[-1], Action)
+            there.insert(len(there) - ahead, Transfer("receive", user, rank))
+    return programs
+
+
+MARKS = {"forward": " bcdefgh", "backward": "ABCDEFGH", "input": "ABCDEFGH", "weight": "wxyzstuv"}
+
+
+def draw(schedule, v=1, cost=unit_cost):
+    """A line for each rank, a column for each unit of time. Microbatch 3 with chunk 0: " 3" is its
+    forward, "A3" its backward or input part, "w3" its weight part; with chunk 1: b3, B3, x3."""
+    played = simulate(schedule, v, cost)
+    wide = 1 + max(len(str(a.microbatch)) for actions in schedule for a in actions)
+    lines = []
+    for rank, actions in enumerate(schedule):
+        line = [" .".ljust(wide)] * round(played.makespan)
+        for (kind, j, c), span in zip(actions, played.spans[rank]):
+            start, end = map(round, span)
+            text = f"{MARKS[kind][c % 8]}{j}".ljust(wide, "=" if end > start + 1 else " ")
+            line[start:end] = [text, *["=" * wide] * (end - start - 1)][: end - start]
+        lines.append(f"rank {rank:<3}{''.join(line)}")
+    lines.append(f"time {played.makespan:g}, bubble {played.bubble:.1%}; at most, by rank: "
+                 f"{played.live} forwards kept, {played.due} weight parts due")
+    return "\n".join(lines)
+
+
+def balance(costs, stages):
+    """Cut layers of these costs into contiguous, non-empty parts: the largest part as small as
+    possible, and of such cuts that of least sum of squares. Returns stages + 1 bounds: stage s is
+    layers [bounds[s], bounds[s+1]). Embedding and output layer are the first and the last."""
+    if stages > len(costs):
+        raise ValueError(f"parallel.pp x parallel.chunks = {stages} stages, but only {len(costs)} "
+                         "layers, the embedding and the output layer among them")
+    sums, cap = [0, *accumulate(costs)], math.inf
+
+    def capped_square(total, part):
+        return total + part * part if part <= cap else math.inf
+
+    for join in (max, capped_square):
+        best = {0: (0, [0])}  # layers in the parts so far -> least joined cost, bounds
+        for _ in range(stages):
+            best = {j: min((join(value, sums[j] - sums[i]), [*bounds, j])
+                           for i, (value, bounds) in best.items() if i < j)
+                    for j in range(min(best) + 1, len(costs) + 1)}
+        cap, bounds = best[len(costs)]
+    return bounds
+
+
+@functools.cache
+def program(p, stage, schedule, m, v=1, training=True):
+    """What rank `stage` of p does for m microbatches, v chunks a rank: a tuple."""
+    lists = SCHEDULES[schedule](p, m, v)
+    return tuple(transfers(lists if training else forwards_of(lists), v)[stage])
+
+
+class Chunk(NamedTuple):
+    """Consecutive blocks of a rank, as indices in its list. `last`: they end with the loss."""
+
+    blocks: range
+    last: bool
+
+
+@dataclasses.dataclass
+class Flow:
+    """What the actions of one run share. `saved` and `due` are keyed by (microbatch, chunk)."""
+
+    fns: list
+    blocks: Blocks
+    microbatches: list
+    keep: list
+    chunks: list
+    training: bool
+    split: bool  # backward comes in two parts
+    inbox: dict  # action -> handle of what it waits for
+    saved: dict  # what the backward of a forward that is done needs
+    due: dict  # weight parts that are still to be done
+    left: list  # block -> microbatches whose gradient it still lacks
+
+    def close(self, i):
+        """The gradients that block i's backward completes are there: start their sums."""
+        for b in self.blocks.closes[i]:
+            self.left[b] -= 1
+            self.blocks.reduce(b, last=self.left[b] == 0)
+
+
+def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, trace=None):
+    """Run this rank's program. Returns the sum over the microbatches of what the last block
+    returned, which is the loss (zero on a rank that does not have it).
+
+    `fns`: one function for each block, fn(x, microbatch, later) -> x; the first of the model
+    ignores x. `later` is None, or a list to which operations add what their weights' gradients
+    take, see enter. `keep[i]`: whether forward keeps block i's graph, or only its input, from which
+    backward computes the block again. `chunks`: by default all blocks are one. `empty(microbatch)`
+    makes the tensor that a stage receives. `trace`: a list that gets (action, forwards kept, weight
+    parts due) after each. Without backward actions nothing is kept.
 
     Autograd only ever sees one block: blocks are joined here by hand, so the order of gathers,
     frees and reductions is the order of these lines."""
-    backwards = [a.microbatch for a in actions if a.kind == "backward"]
-    keep, saved, total = keep or [True] * len(fns), {}, None
-    for n, (kind, j) in enumerate(actions):
-        if kind == "forward":
-            next_is_mine = actions[n + 1 : n + 2] == [Action("backward", j)]
-            loss, saved[j] = forward(fns, blocks, microbatches[j], keep, bool(backwards),
-                                     next_is_mine)
-            total = loss.detach() if total is None else total + loss.detach()
+    kinds = {entry.kind for entry in program if isinstance(entry, Action)}
+    flow = Flow(fns, blocks, microbatches, keep or [True] * len(fns),
+                chunks or [Chunk(range(len(fns)), True)], kinds != {"forward"}, "weight" in kinds,
+                {}, {}, {}, [len(microbatches)] * len(blocks.sizes))
+    total, sending = torch.zeros((), dtype=blocks.master_dtype, device=blocks.mesh.device), []
+    for n, entry in enumerate(program):
+        sending = [sent for sent in sending if not released(*sent)]
+        if isinstance(entry, Action):
+            result = act(flow, entry, program[n + 1 : n + 2])
+            if entry.kind == "forward" and flow.chunks[entry.chunk].last:
+                total = total + result
+            if trace is not None:
+                trace.append((entry, len(flow.saved), len(flow.due)))
+        elif entry.op == "receive":
+            out = empty(microbatches[entry.action.microbatch])
+            flow.inbox[entry.action] = receive(blocks.mesh, out, entry.peer)
+        elif entry.op == "send":
+            x = result.contiguous()
+            sending.append((send(blocks.mesh, x, entry.peer), result))
         else:
-            backward(fns, blocks, microbatches[j], saved.pop(j), last=j == backwards[-1])
-    blocks.wait()
+            flow.inbox[entry.action] = Handle(None, lambda x=result: x)
+    for sent, _ in sending:
+        sent.wait()
+    if flow.training:
+        blocks.wait()
     return total
 
 
-def forward(fns, blocks, microbatch, keep, training, backward_follows):
-    """Forward of one microbatch. Returns the loss and, when training, what backward needs of each
-    block: (input, output), the output None where it is to be computed again; of the last block,
+def released(sent, result):
+    """Has the send ended? Then the storage of the result goes: of a stage's output only the graph
+    is needed any more."""
+    if not sent.done():
+        return False
+    sent.wait()
+    result.untyped_storage().resize_(0)
+    return True
+
+
+def act(flow, action, following):
+    """Do an action: returns what the next stage, or the one before, waits for."""
+    kind, j, c = action
+    if kind == "forward":
+        next_is_mine = following and following[0] in [(k, j, c) for k in ("backward", "input")]
+        return forward(flow, j, c, next_is_mine)
+    return weight(flow, j, c) if kind == "weight" else backward(flow, kind, j, c)
+
+
+def forward(flow, j, c, backward_follows):
+    """Forward of one microbatch through a chunk. Of each block is saved what backward needs:
+    (input, output, later), the output None where it is to be computed again; of the last block,
     whose loss makes its gradient at once, the gradient of its input."""
-    x, saved, end = None, [], len(fns) - 1
-    for i, fn in enumerate(fns):
-        blocks.gather(i, ahead=range(i + 1, end + 1))
-        if training and x is not None:
+    (order, last), blocks, saved, x = flow.chunks[c], flow.blocks, [], None
+    if (action := Action("forward", j, c)) in flow.inbox:
+        x = flow.inbox.pop(action).wait()
+    for i in order:
+        ends = last and i == order[-1]
+        blocks.gather(i, ahead=range(i + 1, order.stop))
+        if flow.training and x is not None:
             x = x.detach().requires_grad_()
-        if training and i == end:
-            for b in blocks.uses[i]:
-                blocks.open_grad(b)
-        with torch.set_grad_enabled(training and (keep[i] or i == end)):
-            y = fn(x, microbatch)
-        if training and i == end:
+        for b in blocks.uses[i] if flow.training and ends else ():
+            blocks.open_grad(b)
+        later = [] if flow.split and flow.keep[i] and not ends else None
+        with torch.set_grad_enabled(flow.training and (flow.keep[i] or ends)):
+            y = flow.fns[i](x, flow.microbatches[j], later)
+        if flow.training and ends:
             grad, *grads = torch.autograd.grad(y, [x, *blocks.tensors[i]], allow_unused=True)
             blocks.accumulate(i, grads)
+            flow.close(i)
             saved.append(grad)
-        elif training:
-            saved.append((x, y if keep[i] else None))
-        x = y
-        if not (backward_follows and i == end - 1):  # backward begins with that one
+        elif flow.training:
+            saved.append((x, y if flow.keep[i] else None, later))
+        x = y.detach()
+        if not (backward_follows and i == order[-1] - last):  # backward begins with that one
             blocks.free(i)
-    return x, saved
+    if flow.training:
+        flow.saved[j, c] = saved
+    return x
 
 
-def backward(fns, blocks, microbatch, saved, last):
-    """Backward of one microbatch, block by block from the end. `last`: it is the step's last, so
-    each block's gradient is complete after it."""
-    grad = saved.pop()
-    blocks.reduce(len(fns) - 1, last)
-    for i in reversed(range(len(fns) - 1)):
-        x, y = saved.pop()
+def backward(flow, kind, j, c):
+    """Backward of one microbatch through a chunk, block by block from the end; of kind "input"
+    only that of the inputs, while what the weights' gradients take is put aside."""
+    (order, last), blocks, saved, due = flow.chunks[c], flow.blocks, flow.saved.pop((j, c)), []
+    grad = saved.pop() if last else flow.inbox.pop(Action(kind, j, c)).wait()
+    lowest = order[0] + (saved[0][0] is None)  # the embedding's backward does not read its weights
+    for i in reversed(order[: len(saved)]):
+        x, y, later = saved.pop()
         inputs = [] if x is None else [x]
-        if inputs:  # the embedding's backward does not read its weights
-            blocks.gather(i, ahead=range(i - 1, 0, -1))
-        blocks.open_grad(i)
+        if inputs:
+            blocks.gather(i, ahead=range(i - 1, lowest - 1, -1))
+        for b in blocks.uses[i] if kind == "backward" else ():
+            blocks.open_grad(b)
         if y is None:
+            later = [] if flow.split else None
             with torch.enable_grad():
-                y = fns[i](x, microbatch)
+                y = flow.fns[i](x, flow.microbatches[j], later)
         grads = torch.autograd.grad(y, inputs + blocks.tensors[i], grad, allow_unused=True)
         del y  # with it goes the graph
-        grad = grads[0] if inputs else None
-        blocks.accumulate(i, grads[len(inputs):])
-        blocks.reduce(i, last)
+        grad, rest = grads[0] if inputs else None, grads[len(inputs):]
+        if kind == "backward":
+            blocks.accumulate(i, rest)
+            flow.close(i)
+        else:
+            due.append((i, rest, later))
         if inputs:
             blocks.free(i)
+    if kind == "input":
+        flow.due[j, c] = due
+    return grad
+
+
+def weight(flow, j, c):
+    """The weights' gradients of one microbatch in a chunk, block by block from the end."""
+    for i, grads, later in flow.due.pop((j, c)):
+        for b in flow.blocks.uses[i]:
+            flow.blocks.open_grad(b)
+        flow.blocks.accumulate(i, grads)
+        with torch.no_grad():
+            for finish in later:
+                finish()
+        flow.close(i)
 
 
 def main():
-    """Draw a layout's grid."""
+    """Draw a layout's grid, or the timeline of a schedule."""
+    if len(sys.argv) > 1:
+        name, *numbers = sys.argv[1:]
+        p, m, v = (*map(int, numbers), 1)[:3]
+        return print(draw(SCHEDULES[name](p, m, v), v))
     print("8 ranks as dp 2 x fsdp 2 x tp 2; a row is a group that splits each layer (tp)\n")
     for rank in range(0, 8, 2):
         print(f"    dp {rank // 4}  fsdp {rank // 2 % 2}   | rank {rank}  rank {rank + 1} |")

@@ -20,8 +20,11 @@ The same command again resumes from the newest checkpoint of run.dir. Ctrl-C (or
 at the end of the step. Nothing here reads a tensor on the host, except one step late for the log.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import functools
+import itertools
 import json
 import math
 import pathlib
@@ -43,145 +46,125 @@ from model import check
 
 HERE = pathlib.Path(__file__).parent
 
-# ---------------------------------------------------------------------------------------------
-# Config
-
-OPTIONAL = {  # types of the keys whose default does not tell (null or a word that stands for one)
-    "model.d_head": int, "model.vocab_size": int, "model.max_len": int, "model.rope_scaling": dict,
-    "model.logit_softcap": float, "data.path": (str, dict), "optim.grad_clip": float,
-    "train.eval_every": int, "train.eval_sequences": int, "parallel.dp": (int, str),
-    "parallel.fsdp": (int, str), "parallel.check_replicas_every": int, "speed.compile": (bool, str),
-    "speed.recompute": (int, str), "speed.threads": int, "checkpoint.every": int,
-    "checkpoint.keep": int, "parallel.reduce_dtype": str, "log.sample": int,
-    "log.wandb": str, "log.profile": list,
+# ---- Config ---------------------------------------------------------------------------------
+NULL = type(None)
+TYPES = {  # of the keys whose default does not tell; the others keep the type of their default
+    (int, NULL): "model.d_head model.vocab_size model.max_len train.eval_every "
+                 "train.eval_sequences parallel.check_replicas_every speed.threads "
+                 "checkpoint.every checkpoint.keep log.sample",
+    (float, NULL): "model.logit_softcap optim.grad_clip",
+    (str, NULL): "parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
+    (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
+    (int, str): "parallel.dp parallel.fsdp speed.recompute", (bool, str): "speed.compile",
 }
-NULLABLE = {key for key in OPTIONAL if key not in
-            ("parallel.dp", "parallel.fsdp", "speed.compile", "speed.recompute")}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16,
           "float16": torch.float16}
-WHY_NOT = {  # keys that people look for, and what to do instead
-    "attn_dropout": "attention probabilities have no dropout (fused kernels and other layouts "
-                    "could not repeat it): use model.dropout",
-    "accumulation": "it follows from train.global_batch, train.microbatch and the data ranks",
-}
-WHY_NOT |= dict.fromkeys(("attention_dropout", "attn_pdrop"), WHY_NOT["attn_dropout"])
-WHY_NOT["gradient_accumulation_steps"] = WHY_NOT["accumulation"]
+WHY_NOT = dict.fromkeys(  # keys that people look for, and what to do instead
+    ("attn_dropout", "attention_dropout", "attn_pdrop"),
+    "fused kernels and other layouts could not repeat its masks: use model.dropout")
+WHY_NOT |= dict.fromkeys(
+    ("accumulation", "gradient_accumulation_steps"),
+    "it follows from train.global_batch, train.microbatch and the data ranks")
 
 
 def coerce(key, value, default):
     """`value` in the type of `default`, or a ValueError. PyYAML reads 3e-4 as a string."""
-    if value is None:
-        check(key in NULLABLE, key, value, "null is not a choice here")
-        return None
-    want = OPTIONAL.get(key, type(default))
-    for kind in want if isinstance(want, tuple) else (want,):
-        if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+    kinds = next((kinds for kinds, keys in TYPES.items() if key in keys.split()), (type(default),))
+    for kind in kinds:
+        if type(value) is kind:
             return value
-        if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except ValueError:
-                pass
-        if kind is int and isinstance(value, str | float):
-            try:
-                if float(value) == int(float(value)):
-                    return int(float(value))
-            except ValueError:
-                pass
-    names = " or ".join(k.__name__ for k in (want if isinstance(want, tuple) else (want,)))
-    raise ValueError(f"{key} = {value!r}: must be of type {names} (default: {default!r})")
+        if kind in (int, float) and type(value) in (int, float, str):
+            with contextlib.suppress(ValueError, OverflowError):
+                if kind(float(value)) == float(value):
+                    return kind(float(value))
+    shown = "null" if value is None else repr(value)
+    names = " or ".join("null" if kind is NULL else kind.__name__ for kind in kinds)
+    raise ValueError(f"{key} = {shown}: must be of type {names} (default: {default!r})")
+
+
+def flat(config):
+    return {f"{section}.{key}": v for section, keys in config.items() for key, v in keys.items()}
 
 
 def merge(config, override, where):
     """Put the sections of `override` into config. Unknown keys are errors."""
+    known = flat(config)
     for section, keys in override.items():
-        if section not in config or not isinstance(keys, dict):
-            near = difflib.get_close_matches(str(section), config, 1)
-            raise ValueError(f"{where}: unknown section {section!r}"
-                             + (f", did you mean {near[0]!r}?" if near else
-                                f": one of {', '.join(config)}, each with keys"))
+        check(section in config and isinstance(keys, dict), f"{where}: section", section,
+              f"must be one of {', '.join(config)}, each with keys")
         for key, value in keys.items():
             name = f"{section}.{key}"
-            if key not in config[section]:
-                everywhere = [f"{s}.{k}" for s in config for k in config[s]]
-                near = difflib.get_close_matches(name, everywhere, 1)
-                near = near or [n for n in everywhere if n.endswith(f".{key}")]
-                raise ValueError(f"{where}: unknown key {name}" + (
-                    f": {WHY_NOT[key]}" if key in WHY_NOT else
-                    f", did you mean {near[0]}?" if near else
-                    f": {section} has {', '.join(config[section])}"))
-            config[section][key] = coerce(name, value, config[section][key])
+            if name not in known:
+                near = (difflib.get_close_matches(name, known, 1)
+                        or [other for other in known if other.endswith(f".{key}")])
+                raise ValueError(f"{where}: unknown key {name}: " + (
+                    WHY_NOT[key] if key in WHY_NOT else f"did you mean {near[0]}?" if near
+                    else f"{section} has {', '.join(config[section])}"))
+            config[section][key] = coerce(name, value, known[name])
 
 
 def load_config(argv):
     """config.yaml, then each argument in order: a YAML file, or section.key=value."""
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     for arg in argv:
-        if "=" in arg:
-            name, _, text = arg.partition("=")
+        name, equals, text = arg.partition("=")
+        if equals:
             section, _, key = name.partition(".")
             check(key != "", name, text, "overrides are written section.key=value")
             merge(config, {section: {key: yaml.safe_load(text)}}, "command line")
-            continue
-        path = pathlib.Path(arg)
-        check(path.suffix in (".yaml", ".yml"), "argument", arg,
-              "must be a .yaml file or section.key=value")
-        check(path.exists(), "config", arg, "no such file")
-        merge(config, yaml.safe_load(path.read_text()) or {}, arg)
+        else:
+            path = pathlib.Path(arg)
+            check(path.suffix in (".yaml", ".yml"), "argument", arg,
+                  "must be a .yaml file or section.key=value")
+            check(path.exists(), "config", arg, "no such file")
+            merge(config, yaml.safe_load(path.read_text()) or {}, arg)
     return config
 
 
 def check_config(config, world):
     """Every rule that a config must keep, before anything is allocated. Returns the axis sizes."""
-    m, t, o, p, s = (config[k] for k in ("model", "train", "optim", "parallel", "speed"))
-    for key in ("pp", "cp", "ep"):
-        check(p[key] == 1, f"parallel.{key}", p[key], "only 1 is built so far")
-    check(p["zero"] in (0, 1, 2, 3), "parallel.zero", p["zero"], "must be 0, 1, 2 or 3")
-    check(p["prefetch"] >= 0, "parallel.prefetch", p["prefetch"], "must be at least 0")
-    check(p["offload"] in ("none", "optimizer"), "parallel.offload", p["offload"],
-          "must be none or optimizer")
-    check(p["reduce_dtype"] in (None, "float32", "bfloat16"), "parallel.reduce_dtype",
-          p["reduce_dtype"], "must be null, float32 or bfloat16")
-    axes = {axis: p[axis] for axis in parallel.AXES}
-    for axis, n in axes.items():
-        check(n == "auto" or (isinstance(n, int) and n >= 1), f"parallel.{axis}", n,
-              "must be at least 1" + (", or auto" if axis in ("dp", "fsdp") else ""))
-    sizes = parallel.layout_of(world, **axes)
+    v = flat(config)
+    choices = {
+        "optim.schedule": [*SCHEDULES], "speed.dtype": ["auto", *DTYPES],
+        "speed.compile": [True, False, "auto"], "parallel.zero": [0, 1, 2, 3],
+        "parallel.offload": ["none", "optimizer"], "parallel.schedule": [*parallel.SCHEDULES],
+        "parallel.zero_pp": ["keep", "regather"],
+        "parallel.reduce_dtype": [None, "float32", "bfloat16"],
+    }
+    tests = [  # keys, what a value passes unless it is null, the same in words
+        ("parallel.cp parallel.ep", lambda n: n == 1, "only 1 is built so far"),
+        ("parallel.dp parallel.fsdp", lambda n: n == "auto" or (isinstance(n, int) and n >= 1),
+         "must be at least 1, or auto"),
+        ("parallel.pp parallel.tp parallel.chunks parallel.check_replicas_every train.steps "
+         "train.global_batch train.microbatch train.eval_every train.eval_sequences "
+         "train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab speed.threads "
+         "checkpoint.every checkpoint.keep log.every", lambda n: n >= 1, "must be at least 1"),
+        ("parallel.prefetch optim.warmup", lambda n: n >= 0, "must be at least 0"),
+        ("optim.decay", lambda x: 0 <= x <= 1, "must be a fraction, 0 to 1"),
+        ("optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be in [0, 1)"),
+        ("optim.grad_clip", lambda x: x > 0, "must be above 0, or null"),
+        ("speed.recompute", lambda n: n in ("none", "selective", "full")
+         or (isinstance(n, int) and n >= 1),
+         "must be none, selective, full, or n >= 1 for every n-th layer"),
+        ("log.profile", lambda steps: len(steps) == 2 and 0 < steps[0] <= steps[1],
+         "must be [first, last], two steps counted from 1"),
+        ("model.max_len", lambda n: n >= v["data.seq_len"],
+         f"must hold data.seq_len = {v['data.seq_len']}"),
+    ]
+    for key, legal in choices.items():
+        check(v[key] in legal, key, v[key], f"must be one of {json.dumps(legal)}")
+    for keys, passes, words in tests:
+        for key in keys.split():
+            check(v[key] is None or passes(v[key]), key, v[key], words)
+    check(v["speed.recompute"] != "selective" or v["speed.compile"] is not True, "speed.recompute",
+          "selective", "a compiled layer chooses by itself what to keep: use none, or "
+          "speed.compile=false")
+    sizes = parallel.layout_of(world, **{axis: v[f"parallel.{axis}"] for axis in parallel.AXES})
     check_tp(config, sizes["tp"])
-    ranks = sizes["dp"] * sizes["fsdp"]
-    for key in ("steps", "global_batch", "microbatch", "max_bad_steps"):
-        check(t[key] >= 1, f"train.{key}", t[key], "must be at least 1")
-    check(t["global_batch"] % ranks == 0, "train.global_batch", t["global_batch"],
-          f"the {ranks} data ranks must divide it: {-(-t['global_batch'] // ranks) * ranks}, say")
-    check(config["data"]["seq_len"] >= 1, "data.seq_len", config["data"]["seq_len"], "at least 1")
-    check(m["max_len"] is None or m["max_len"] >= config["data"]["seq_len"], "model.max_len",
-          m["max_len"], f"must hold data.seq_len = {config['data']['seq_len']}")
-    check(o["schedule"] in SCHEDULES, "optim.schedule", o["schedule"],
-          f"must be one of {', '.join(SCHEDULES)}")
-    check(o["warmup"] >= 0, "optim.warmup", o["warmup"], "must be at least 0")
-    check(0 <= o["decay"] <= 1, "optim.decay", o["decay"], "must be a fraction, 0 to 1")
-    check(o["grad_clip"] is None or o["grad_clip"] > 0, "optim.grad_clip", o["grad_clip"],
-          "must be above 0, or null")
-    for key in ("beta1", "beta2"):
-        check(0 <= o[key] < 1, f"optim.{key}", o[key], "must be in [0, 1)")
-    check(s["dtype"] in ("auto", *DTYPES), "speed.dtype", s["dtype"],
-          f"must be one of auto, {', '.join(DTYPES)}")
-    check(s["compile"] in (True, False, "auto"), "speed.compile", s["compile"],
-          "must be true, false or auto")
-    check(s["recompute"] in ("none", "selective", "full") or (isinstance(s["recompute"], int)
-          and s["recompute"] >= 1), "speed.recompute", s["recompute"],
-          "must be none, selective, full, or n >= 1 for every n-th layer")
-    check(s["recompute"] != "selective" or s["compile"] is not True, "speed.recompute", "selective",
-          "a compiled layer chooses by itself what to keep: use none, or speed.compile=false")
-    for key in ("loss_chunk", "pad_vocab"):
-        check(s[key] >= 1, f"speed.{key}", s[key], "must be at least 1")
-    for name in ("log.every", "checkpoint.every", "checkpoint.keep", "train.eval_every",
-                 "train.eval_sequences", "parallel.check_replicas_every", "speed.threads"):
-        value = config[name.split(".")[0]][name.split(".")[1]]
-        check(value is None or value >= 1, name, value, "must be at least 1")
-    profile = config["log"]["profile"]
-    check(profile is None or (len(profile) == 2 and 0 < profile[0] <= profile[1]), "log.profile",
-          profile, "must be [first, last], two steps counted from 1")
+    check_pp(config["parallel"], config["model"]["n_layer"])
+    ranks, batch = sizes["dp"] * sizes["fsdp"], v["train.global_batch"]
+    check(batch % ranks == 0, "train.global_batch", batch,
+          f"the {ranks} data ranks must divide it: {-(-batch // ranks) * ranks}, say")
     return sizes
 
 
@@ -199,9 +182,18 @@ def check_tp(config, tp):
           f"sequence is split between layers: {-(-seq_len // tp) * tp}, say")
 
 
-# ---------------------------------------------------------------------------------------------
-# Learning rate
+def check_pp(p, n_layer):
+    """What a split of the depth asks of the schedule and the model."""
+    stages, given = p["pp"] * p["chunks"], p["stages"]
+    parallel.SCHEDULES[p["schedule"]](p["pp"], 1, p["chunks"])  # raises where chunks do not fit it
+    check(stages <= n_layer, "parallel.pp x parallel.chunks", stages,
+          f"each stage has at least one of model.n_layer = {n_layer} layers")
+    check(given is None or len(given) == stages and sum(given) == n_layer and min(given) >= 1,
+          "parallel.stages", given,
+          f"must be {stages} numbers, at least 1 each, {n_layer} together, or null")
 
+
+# ---- Learning rate --------------------------------------------------------------------------
 SCHEDULES = {  # how far from lr down to min_lr, 0 to 1, at x = 0 .. 1 of the steps after warmup
     "cosine": lambda x, decay: 0.5 - 0.5 * math.cos(math.pi * x),
     "linear": lambda x, decay: x,
@@ -218,10 +210,7 @@ def lr_at(step, optim, steps):
     return optim["lr"] * (1 - fallen * (1 - optim["min_lr"]))
 
 
-# ---------------------------------------------------------------------------------------------
-# Build: the order of application
-
-
+# ---- Build: the order of application --------------------------------------------------------
 @dataclasses.dataclass
 class Run:
     """Everything that a step needs, passed along in place of globals."""
@@ -246,28 +235,21 @@ class Run:
 def open_data(config, mesh):
     """The training sources with their weights, and the validation split of the first that has
     one. Rank 0 of each host makes the default token files if they are wanted and missing."""
-    path, error = config["data"]["path"], None
+    path = config["data"]["path"]
     if path is None:
         path = HERE / "tokens" / "stdlib"
-        if mesh.rank == 0 and not any(path.glob("train-*.tokens")):
-            try:
+        with checkpoint.together(functools.partial(parallel.agree, mesh)):
+            if mesh.rank == 0 and not any(path.glob("train-*.tokens")):
                 data.prepare_default(path)
-            except (ValueError, OSError) as e:
-                error = str(e)
-        parallel.agree(mesh, error)
     folders = path if isinstance(path, dict) else {str(path): 1.0}
     sources = [data.Tokens(folder, "train") for folder in folders]
-    first = sources[0]
+    first = sources[0].tokenizer_name
     for folder, source in zip(folders, sources):
-        check(source.tokenizer_name == first.tokenizer_name, "data.path", folder,
-              f"tokenized by {source.tokenizer_name}, but {next(iter(folders))} by "
-              f"{first.tokenizer_name}")
-    val = None
-    for folder in folders:
-        if any(pathlib.Path(folder).glob("val-*.tokens")):
-            val = data.Tokens(folder, "val")
-            break
-    return sources, list(folders.values()), val
+        check(source.tokenizer_name == first, "data.path", folder,
+              f"tokenized by {source.tokenizer_name}, but {next(iter(folders))} by {first}")
+    held_out = (data.Tokens(folder, "val") for folder in folders
+                if any(pathlib.Path(folder).glob("val-*.tokens")))
+    return sources, list(folders.values()), next(held_out, None)
 
 
 def build(config, mesh):
@@ -285,17 +267,18 @@ def build(config, mesh):
         mesh.coord["data"], mesh.size["data"], d["mask_documents"], pin=on_gpu)
     p = config["parallel"]
     model, blocks = model_py.build(
-        cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"], zero=p["zero"],
+        cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"],
+        p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], zero=p["zero"],
         prefetch=p["prefetch"], reduce_dtype=DTYPES.get(p["reduce_dtype"]),
-        offload=p["offload"] == "optimizer")
+        offload=p["offload"] == "optimizer", hold=p["pp"] > 1 and p["zero_pp"] == "keep")
     model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
-    layers = [not n or i % n != 0 for i in range(cfg.n_layer)]
+    keep = [name[:7] != "layers." or not n or int(name[7:]) % n != 0 for name in model.names]
     scalar = lambda x, dt: torch.tensor(x, dtype=dt, device=mesh.device)  # noqa: E731
     scale = scalar(config["optim"]["loss_scale"] if dtype == torch.float16 else 1.0,
                    blocks.master_dtype)
-    fns = model.functions(s["compile"], selective)
-    return Run(config, mesh, model, blocks, fns, [True, *layers, True], loader, val,
+    fns = model.functions(s["compile"], selective, p["schedule"] == "zero-bubble")
+    return Run(config, mesh, model, blocks, fns, keep, loader, val,
                sources[0].tokenizer_path, scale,
                scalar(parallel.key64("dropout", t["seed"]), torch.int64),
                scalar(0, torch.int64), scalar(0, torch.int64))
@@ -311,10 +294,7 @@ def resolve_model(config, tokens):
     return model_py.ModelConfig(**m)
 
 
-# ---------------------------------------------------------------------------------------------
-# Step
-
-
+# ---- Step -----------------------------------------------------------------------------------
 def to_device(run, batch, scale=None, drop_key=None):
     """A microbatch of the loader on the device, completed for the model."""
     put = lambda x: x if x is None else x.to(run.mesh.device, non_blocking=True)  # noqa: E731
@@ -340,9 +320,8 @@ def train_step(run, batches, count):
     scale = run.scale / max(count, 1)
     micros = [to_device(run, b, scale, drop_key) for b in batches]
     blocks.begin()
-    actions = parallel.accumulate_schedule(len(micros))
-    loss = parallel.run(actions, run.fns, blocks, micros, run.keep)
-    loss = parallel.all_reduce(mesh, loss.to(blocks.master_dtype), "data") / max(count, 1)
+    loss = schedule(run, micros, training=True)
+    loss = parallel.all_reduce(mesh, loss, "loss") / max(count, 1)
     norm, found_inf = clip(run, optim["grad_clip"])
     blocks.adamw(lr_at(run.step, optim, run.config["train"]["steps"]), optim["beta1"],
                  optim["beta2"], optim["eps"], optim["weight_decay"], found_inf)
@@ -352,6 +331,16 @@ def train_step(run, batches, count):
     run.step += 1
     run.samples += run.config["train"]["global_batch"]
     return torch.stack([loss, norm, found_inf.to(loss.dtype), run.bad.to(loss.dtype)])
+
+
+def schedule(run, micros, training):
+    """Forward, or forward and backward, of all microbatches in the order of the config's schedule.
+    Returns the sum of the loss over them, on the ranks of the last stage (elsewhere zero)."""
+    p = run.config["parallel"]
+    program = parallel.program(p["pp"], run.mesh.coord["pp"], p["schedule"], len(micros),
+                               p["chunks"], training)
+    return parallel.run(program, run.fns, run.blocks, micros, run.keep, run.model.chunks,
+                        run.model.empty)
 
 
 def clip(run, limit):
@@ -380,32 +369,29 @@ def evaluate(run):
     """(loss per token, bits per byte) on the held-out split, the same on every layout."""
     d, t, mesh = run.config["data"], run.config["train"], run.mesh
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch in data.eval_batches(run.val, d["seq_len"], t["eval_sequences"], t["microbatch"],
-                                   mesh.coord["data"], mesh.size["data"], d["mask_documents"]):
-        micro = to_device(run, batch)
-        loss = parallel.run(parallel.forward_schedule(1), run.fns, run.blocks, [micro])
-        total[0] += loss
-        total[1] += batch.n_valid
-    total = parallel.all_reduce(mesh, total, "data").tolist()
+    batches = data.eval_batches(run.val, d["seq_len"], t["eval_sequences"], t["microbatch"],
+                                mesh.coord["data"], mesh.size["data"], d["mask_documents"])
+    while micros := [to_device(run, b) for b in itertools.islice(batches, 4 * mesh.size["pp"])]:
+        total[0] += schedule(run, micros, training=False)
+        if run.model.chunks[-1].last:
+            total[1] += sum((micro.targets != data.IGNORE).sum() for micro in micros)
+    total = parallel.all_reduce(mesh, total, "loss").tolist()
     loss = total[0] / max(total[1], 1)
     return loss, loss / math.log(2) * run.val.n_tokens / run.val.n_bytes
 
 
-# ---------------------------------------------------------------------------------------------
-# Checkpoints
-
-
+# ---- Checkpoints ----------------------------------------------------------------------------
 def save(run):
     """Write a checkpoint of the current step; each data rank writes its share of every tensor."""
-    mesh = run.mesh
+    mesh, keep = run.mesh, run.config["checkpoint"]["keep"]
     meta = {"step": run.step, "samples": run.samples, "config": run.config,
             "tokenizer": run.tokenizer, "loss_scale": run.scale.item(), "good": run.good.item(),
             "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item()}
     root = pathlib.Path(run.config["run"]["dir"]) / "checkpoints"
     checkpoint.save(root, run.step, model_py.pieces(run.blocks, shared=True), meta, mesh.rank,
-                    mesh.world, lambda error=None: parallel.agree(mesh, error))
-    if mesh.rank == 0 and run.config["checkpoint"]["keep"] is not None:
-        checkpoint.prune(root, run.config["checkpoint"]["keep"])
+                    mesh.world, functools.partial(parallel.agree, mesh))
+    if mesh.rank == 0:
+        checkpoint.prune(root, keep)
     return root
 
 
@@ -414,15 +400,10 @@ def resume(run):
     what cannot be read whole is passed over with a warning, and the one before is tried."""
     root, mesh = pathlib.Path(run.config["run"]["dir"]) / "checkpoints", run.mesh
     paths, error = [], None
-    if mesh.rank == 0 and root.exists():
-        try:
-            if checkpoint.latest(root, lambda line: say(run, f"warning: {line}")):
-                paths = [path for _, path in reversed(checkpoint.checkpoints(root))]
-        except (ValueError, OSError) as e:
-            error = e
-    parallel.agree(mesh, error)
-    paths = parallel.tell(mesh, paths)
-    for path in paths:
+    with checkpoint.together(functools.partial(parallel.agree, mesh)):
+        if mesh.rank == 0 and checkpoint.latest(root, lambda line: say(run, f"warning: {line}")):
+            paths = [path for _, path in reversed(checkpoint.checkpoints(root))]
+    for path in parallel.tell(mesh, paths):
         meta, error = checkpoint.read_meta(path), None
         check_same_model(path, meta["config"]["model"], run.config["model"])
         try:
@@ -434,14 +415,14 @@ def resume(run):
         except RuntimeError as e:
             if parallel.lost_peer(e):
                 raise
-            reason = e
+            error = e
             say(run, f"warning: passed over: {e}")
             continue
         restore(run, meta)
         say(run, f"resumed {path} at step {run.step}")
         return True
-    if paths:
-        raise ValueError(f"{root}: none there can be read, move it away to start afresh: {reason}")
+    if error:
+        raise ValueError(f"{root}: none there can be read, move it away to start afresh: {error}")
     return False
 
 
@@ -466,9 +447,7 @@ def restore(run, meta):
     run.bad.fill_(meta["bad"])
 
 
-# ---------------------------------------------------------------------------------------------
-# Log
-
+# ---- Log ------------------------------------------------------------------------------------
 PEAK = {  # dense bfloat16 / float16 FLOP/s by a part of the device's name, from the data sheets
     "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12,
     "L40S": 362e12, "L4": 121e12, "4090": 165e12, "A10G": 70e12,
@@ -494,36 +473,34 @@ class Log:
     step has been launched."""
 
     def __init__(self, run):
-        self.run, self.waiting = run, None
-        self.every, self.steps = run.config["log"]["every"], run.config["train"]["steps"]
-        cfg, mesh, t = run.model.cfg, run.mesh, run.config["train"]
+        self.run, self.waiting, t = run, None, run.config["train"]
+        self.every, self.steps = run.config["log"]["every"], t["steps"]
         self.tokens_per_step = t["global_batch"] * run.config["data"]["seq_len"]
-        self.flops = model_py.flops_per_token(cfg, run.config["data"]["seq_len"])
-        self.peak = None
-        if mesh.device.type == "cuda" and run.blocks.dtype in (torch.bfloat16, torch.float16):
-            name = torch.cuda.get_device_name(mesh.device)
-            self.peak = next((peak for part, peak in PEAK.items() if part in name), None)
-        self.sinks = self.open() if mesh.rank == 0 else []
+        self.flops = model_py.flops_per_token(run.model.cfg, run.config["data"]["seq_len"])
+        half = run.mesh.device.type == "cuda" and run.blocks.dtype.itemsize == 2
+        name = torch.cuda.get_device_name(run.mesh.device) if half else ""
+        self.peak = next((peak for part, peak in PEAK.items() if part in name), None)
+        self.sinks = self.open() if run.mesh.rank == 0 else []
         self.clock, self.at = time.perf_counter(), run.step
         self.began = (self.clock, run.step)
 
     def open(self):
-        """The run folder: metrics.jsonl without what a resumed run will write again, the resolved
-        config, a copy of the source, and the optional writers."""
+        """The run folder: the resolved config, a copy of the source, metrics.jsonl without what a
+        resumed run will write again, and whoever else is told: [f(step, record)]."""
         log, folder = self.run.config["log"], pathlib.Path(self.run.config["run"]["dir"])
         (folder / "source").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(self.run.config, sort_keys=False))
         for file in HERE.glob("*.py"):
-            shutil.copy(file, folder / "source" / file.name)
+            shutil.copy(file, folder / "source")
         metrics = folder / "metrics.jsonl"
-        old = metrics.read_text().splitlines() if metrics.exists() else []
+        old = metrics.read_text().splitlines(True) if metrics.exists() else []
         kept = [line for line in old if json.loads(line)["step"] <= self.run.step]
-        metrics.write_text("".join(line + "\n" for line in kept))
-        self.file = metrics.open("a")
-        sinks = []
+        metrics.write_text("".join(kept))
+        file = metrics.open("a", buffering=1)  # a line that is written is there
+        sinks = [lambda step, row: file.write(json.dumps({"step": step} | row) + "\n")]
         if log["tensorboard"]:
-            writer = need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-            sinks.append(lambda step, row: [writer.add_scalar(k, v, step) for k, v in row.items()])
+            board = need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+            sinks.append(lambda step, row: [board.add_scalar(k, v, step) for k, v in row.items()])
         if log["wandb"]:
             wandb = need("wandb", "wandb")
             wandb.init(project=log["wandb"], dir=str(folder), config=self.run.config)
@@ -532,22 +509,18 @@ class Log:
 
     def write(self, step, row):
         """One record: numbers in full precision."""
-        if self.run.mesh.rank == 0:
-            self.file.write(json.dumps({"step": step} | row) + "\n")
-            self.file.flush()
-            for sink in self.sinks:
-                sink(step, row)
+        for sink in self.sinks:
+            sink(step, row)
 
     def push(self, step, metrics):
         """Start the copy of a step's numbers to the host, then deal with the step before."""
         host = metrics.to("cpu", non_blocking=True)
-        event = None
-        if metrics.is_cuda:
-            event = torch.cuda.Event()
+        event = torch.cuda.Event() if metrics.is_cuda else None
+        if event:
             event.record()
-        before, self.waiting = self.waiting, (step, host, event, time.perf_counter())
-        if before:
-            self.read(*before)
+        launched = (step, host, event, time.perf_counter())
+        self.flush()
+        self.waiting = launched
 
     def flush(self):
         if self.waiting:
@@ -588,10 +561,7 @@ def need(module, package):
         raise ValueError(f"this needs the package {package}: pip install {package}") from e
 
 
-# ---------------------------------------------------------------------------------------------
-# Loop
-
-
+# ---- Loop -----------------------------------------------------------------------------------
 def train(run, log, stop):
     """Steps until train.steps, or until any rank is asked to stop. Returns True if stopped."""
     t, every = run.config["train"], run.config["checkpoint"]["every"]
@@ -607,7 +577,8 @@ def train(run, log, stop):
         if run.step + 1 < t["steps"]:
             ahead = next_batch(run, bool(stop))
         log.push(run.step + 1, train_step(run, batches, count))
-        profile.step()
+        if profile:
+            profile.step()
         if run.step == log.began[1] + 1 and run.mesh.world > 1:
             say(run, "sent by rank 0 in the first step:\n" + parallel.ledger_table(run.mesh))
         last = run.step == t["steps"]
@@ -632,10 +603,10 @@ def report(run, log):
 
 
 def profiler(run):
-    """torch.profiler around the steps of log.profile, or something that does nothing."""
+    """torch.profiler around the steps of log.profile, if there are any."""
     steps = run.config["log"]["profile"]
     if steps is None:
-        return Quiet()
+        return None
     path = pathlib.Path(run.config["run"]["dir"]) / f"trace-rank{run.mesh.rank}.json"
     wait = steps[0] - 1
     trace = torch.profiler.profile(
@@ -643,11 +614,6 @@ def profiler(run):
         on_trace_ready=lambda p: p.export_chrome_trace(str(path)))
     trace.start()
     return trace
-
-
-class Quiet:
-    def step(self):
-        pass
 
 
 def introduce(run, sizes):
@@ -658,10 +624,16 @@ def introduce(run, sizes):
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     how = c["speed"]["dtype"] + (", compiled" if c["speed"]["compile"] else "")
     tokens = sum(s.n_tokens for s in run.loader.sources)
-    params = model_py.count_params(run.blocks)
+    params = model_py.count_params(run.model.cfg)
     say(run, f"model   {params:,} parameters, {how}, {mesh.world} x {where}")
     say(run, f"ranks   dp {sizes['dp']} x fsdp {sizes['fsdp']} = {mesh.size['data']} data ranks"
              + (f", each of tp {sizes['tp']}" if sizes["tp"] > 1 else ""))
+    if sizes["pp"] > 1:
+        p, cfg = c["parallel"], run.model.cfg
+        layers, load = model_py.cut(cfg, p["pp"] * p["chunks"], seq_len)
+        load = "" if p["stages"] else f", the most loaded has {load:.2f} of the mean"
+        say(run, f"stages  {p['pp']} x {p['chunks']}, {p['schedule']}: layers "
+                 f"{' + '.join(map(str, p['stages'] or layers))}{load}")
     if sizes["tp"] > parallel.ranks_of_node():
         say(run, f"        tp {sizes['tp']} spans nodes of {parallel.ranks_of_node()} ranks: each "
                  "layer's traffic crosses the network")
@@ -675,8 +647,7 @@ def finish(run, log, stopped):
     log.flush()
     if not stopped:
         report(run, log)
-    root = save(run)
-    say(run, f"checkpoint of step {run.step} in {root}")
+    say(run, f"checkpoint of step {run.step} in {save(run)}")
     n = run.config["log"]["sample"]
     if n and not stopped:
         tokenizer = data.load_tokenizer(run.tokenizer)

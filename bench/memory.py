@@ -64,7 +64,7 @@ def measure(cfg, ranks, seq_len, zero):
         micro = model.micro(tokens, tokens, scale=torch.ones(()))
         keep = [True] + [False] * cfg.n_layer + [True]
         blocks.begin()
-        actions = parallel.accumulate_schedule(1)
+        actions = parallel.program(1, 0, "1f1b", 1)
         parallel.run(actions, model.functions(), blocks, [micro], keep)
         blocks.grad_norm()
         blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))

@@ -69,7 +69,7 @@ class Ours:
     def step(self, tokens, targets, count):
         self.blocks.begin()
         micro = self.model.micro(tokens, targets, scale=torch.tensor(1 / count))
-        actions = parallel.accumulate_schedule(1)
+        actions = parallel.program(1, 0, "1f1b", 1)
         loss = parallel.run(actions, self.fns, self.blocks, [micro])
         self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
         return parallel.all_reduce(self.mesh, loss, "data") / count

@@ -46,7 +46,7 @@ class Ours:
     def step(self, tokens, targets):
         self.blocks.begin()
         micro = self.model.micro(tokens, targets, scale=torch.tensor(1 / targets.numel()))
-        actions = parallel.accumulate_schedule(1)
+        actions = parallel.program(1, 0, "1f1b", 1)
         loss = parallel.run(actions, self.fns, self.blocks, [micro])
         self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
         return loss / targets.numel()

@@ -55,7 +55,7 @@ def trace(layers, width):
     for _ in range(3):
         blocks.begin()
         rows.clear()
-        parallel.run(parallel.accumulate_schedule(1), model.functions(), blocks, [micro])
+        parallel.run(parallel.program(1, 0, "1f1b", 1), model.functions(), blocks, [micro])
         time.sleep(0.2)
     return sorted(rows, key=lambda row: row[1])
 

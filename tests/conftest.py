@@ -2,6 +2,8 @@ import pytest
 import torch
 from pool import Pool
 
+import data
+
 
 @pytest.fixture(scope="session")
 def world():
@@ -22,3 +24,12 @@ def world():
 def one_thread():
     """As the workers: sums are then in one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A token folder of short documents with a vocabulary of 51."""
+    folder = tmp_path_factory.mktemp("tokens")
+    data.synth(folder, tokens=3000, vocab=51, docs=400, seed=1)
+    data.synth(folder, tokens=300, vocab=51, docs=40, seed=2, split="val")
+    return folder

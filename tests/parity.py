@@ -112,6 +112,12 @@ def logical(blocks, buffers):
         if p.cut is not None:
             x = parallel.all_gather(mesh, x.transpose(0, p.cut), "tp").transpose(0, p.cut)
         out[p.name] = x[tuple(slice(0, n) for n in p.full_shape)].clone()
+    if mesh.size["pp"] > 1:
+        stages = [None] * mesh.size["pp"]
+        torch.distributed.all_gather_object(stages, out, group=mesh.group["pp"])
+        for name in set(stages[0]) & set(stages[-1]):  # a tied weight: the same on both
+            assert torch.equal(stages[0][name], stages[-1][name]), name
+        out = {name: x for stage in stages for name, x in stage.items()}
     return out
 
 
@@ -152,7 +158,7 @@ def run_case(case, folder, steps=3, return_init=False):
 
 def go(run, steps):
     """`steps` steps from where the run is; losses, norms, logical gradients and parameters."""
-    out = {"loss": [], "norm": [], "grads": [], "count": []}
+    out = {"loss": [], "norm": [], "grads": [], "count": [], "sizes": run.blocks.sizes}
     run.loader.start(run.samples)
     run.mesh.ledger.clear()
     for _ in range(steps):

@@ -72,7 +72,7 @@ def sample_on(case, folder):
     return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 16, top_k=9)
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}], ids=str)
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_every_rank_draws_what_one_process_draws(layout, positions, tokens, world):
     """At every length, also those that tp does not divide, and past the longest context (13)."""
@@ -143,7 +143,8 @@ def test_one_compilation_serves_all_layers(extra, tokens):
     plain = parity.prepare(case, tokens)
     run = parity.prepare(case, tokens)
     forward = torch.compile(model.Layer.forward, dynamic=False, fullgraph=True, backend=backend)
-    layers = [lambda x, micro, layer=layer: forward(layer, x, micro) for layer in run.model.layers]
+    layers = [lambda x, micro, later, layer=layer: forward(layer, x, micro, later)
+              for layer in run.model.layers.values()]
     run.fns = [run.model.embed, *layers, run.model.head]
     for r in (plain, run):
         r.loader.start(0)
@@ -167,8 +168,10 @@ def test_recomputation_saves_what_it_says(tokens):
         batch = run.loader.loader.step(0)[0]
         micro = train.to_device(run, batch, torch.ones(()))
         run.blocks.begin()
-        _, saved = parallel.forward(run.fns, run.blocks, micro, run.keep, True, False)
-        graphs = [y is not None and y.grad_fn is not None for _, y in saved[1:-1]]
+        flow = parallel.Flow(run.fns, run.blocks, [micro], run.keep, run.model.chunks, True, False,
+                             {}, {}, {}, [1] * len(run.fns))
+        parallel.forward(flow, 0, 0, False)
+        graphs = [y is not None and y.grad_fn is not None for _, y, _ in flow.saved[0, 0][1:-1]]
         assert sum(graphs) == kept
 
 
@@ -190,10 +193,10 @@ def kept_bytes(case, folder):
             pack(t)
         return kept
 
-    x = run.fns[0](None, micro).detach().requires_grad_()
+    x = run.fns[0](None, micro, None).detach().requires_grad_()
     with (torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
           unittest.mock.patch.object(model.Remake, "pack", spy)):
-        y = run.fns[1](x, micro)
+        y = run.fns[1](x, micro, None)
     del y
     return sum(s.nbytes() for at, s in storages.items() if at not in known)
 

@@ -41,7 +41,8 @@ def test_the_grid_is_row_major_with_tp_innermost(world):
         assert (coord["dp"], coord["tp"]) == divmod(rank, 2)
         assert coord["data"] == coord["grad"] == rank // 2 and coord["shard"] == 0
         assert groups == {"pp": False, "dp": True, "fsdp": False, "cp": False, "tp": True,
-                          "data": True, "shard": False, "grad": True, "model": True, "copy": True}
+                          "data": True, "shard": False, "grad": True, "loss": True,
+                          "model": True, "copy": True}
     for rank, (coord, _) in enumerate(world(4).run(where, {"dp": 2, "fsdp": 2})):
         assert (coord["dp"], coord["fsdp"], coord["data"]) == (rank // 2, rank % 2, rank)
 
@@ -351,11 +352,12 @@ def conditional(zero, dtype, ranks=None):
         values.copy_(torch.arange(start, start + values.numel()).sin())
     blocks.refresh()
     first, middle, last = modules
-    fns = [lambda _, m: first(m[0]), lambda x, m: middle(x, m[1]), lambda x, m: last(x).sum()]
+    fns = [lambda _, m, later: first(m[0]), lambda x, m, later: middle(x, m[1]),
+           lambda x, m, later: last(x).sum()]
     batches = [((torch.arange(20) * (r + 2 * j + 1)).cos().view(5, 4).to(dtype), (r, j) == (1, 1))
                for r in (range(ranks) if ranks else [mesh.rank]) for j in range(3)]
     blocks.begin()
-    parallel.run(parallel.accumulate_schedule(len(batches)), fns, blocks, batches)
+    parallel.run(parallel.program(1, 0, "1f1b", len(batches)), fns, blocks, batches)
     return parity.logical(blocks, blocks.grad)
 
 
@@ -383,9 +385,9 @@ def watch(case, folder):
     seen = collections.Counter()
 
     def spy(fn):
-        def inner(x, micro):
+        def inner(x, micro, later):
             seen["in a block"] = max(seen["in a block"], live(run.blocks))
-            return fn(x, micro)
+            return fn(x, micro, later)
         return inner
 
     run.fns = [spy(fn) for fn in run.fns]
@@ -419,9 +421,10 @@ def test_live_bytes_are_the_table_s(zero, dtype, c, world):
 
 
 @pytest.mark.quick
-def test_accumulation_is_a_schedule():
-    assert parallel.accumulate_schedule(2) == [("forward", 0), ("backward", 0), ("forward", 1),
-                                               ("backward", 1)]
+def test_accumulation_is_a_schedule_of_one_stage():
+    for name in ("gpipe", "1f1b", "interleaved"):
+        assert parallel.program(1, 0, name, 2) == (
+            ("forward", 0, 0), ("backward", 0, 0), ("forward", 1, 0), ("backward", 1, 0))
 
 
 def test_a_crash_on_one_rank_ends_all_within_seconds(tmp_path):

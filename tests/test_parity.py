@@ -1,5 +1,6 @@
 """Every layout computes what one process computes, and one process computes the specification."""
 
+import itertools
 import math
 
 import parity
@@ -7,7 +8,6 @@ import pytest
 import reference
 import torch
 
-import data
 import train
 
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -40,15 +40,6 @@ OPTIONS = {
     "parallel.prefetch": [0, 1, 2],
     "parallel.offload": ["none", "optimizer"],
 }
-
-
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory):
-    """A token folder of short documents with a vocabulary of 51."""
-    folder = tmp_path_factory.mktemp("tokens")
-    data.synth(folder, tokens=3000, vocab=51, docs=400, seed=1)
-    data.synth(folder, tokens=300, vocab=51, docs=40, seed=2, split="val")
-    return folder
 
 
 def name_of(case):
@@ -99,7 +90,7 @@ def on_layout(case, layout):
     kv = {"all": 12, "grouped": 3 if tp == 3 else 4, "few": 2 if tp == 4 else 1}
     heads = {"model.n_head": 12, "model.n_kv_head": kv[case.pop("kv", "grouped")],
              "model.d_head": 2}
-    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in ("dp", "fsdp", "tp")}
+    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in ("pp", "dp", "fsdp", "tp")}
     return heads | case | {"train.microbatch": size} | axes
 
 
@@ -168,13 +159,36 @@ def check_ledger(ledger, case, params):
         most = 2 * 8 * sum(r for _, r in both.values()) * (tp - 1) // tp
         assert calls == 1 and nbytes <= most and (f > 1 and zero or nbytes == most), case
     got = {k: v for k, v in ledger.items() if k[1] != "all_reduce sum (control)"
-           and k not in (("data", "all_reduce sum"), ("copy", "all_reduce sum"),
+           and k not in (("loss", "all_reduce sum"), ("copy", "all_reduce sum"),
                          ("model", "all_reduce sum")) and k[0] != "tp"}
     assert got == want, case
-    scalars = {("data", "all_reduce sum"): d * f, ("copy", "all_reduce sum"): f * tp if zero else 1,
+    scalars = {("loss", "all_reduce sum"): d * f, ("copy", "all_reduce sum"): f * tp if zero else 1,
                ("model", "all_reduce sum"): 1 if zero else tp}
     for key, n in scalars.items():  # the loss; the squared norm
         assert ledger.get(key, [0, 0]) == ([1, 2 * 8 * (n - 1) // n] if n > 1 else [0, 0])
+
+
+def check_pipe(ledger, sizes, rank, case):
+    """A stage sends what it makes of each microbatch to the next and the gradient to the one
+    before. Zero 1, and 2 and 3 that keep: one gather and one scatter of each block a step."""
+    p, v, f = (case[f"parallel.{k}"] for k in ("pp", "chunks", "fsdp"))
+    d, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "tp", "zero"))
+    stage, stages = rank // (d * f * tp), p * v
+    local = parity.TINY["train.global_batch"] // (d * f)
+    m = -(-local // case["train.microbatch"])
+    each = local * parity.TINY["data.seq_len"] // tp * parity.TINY["model.d_model"] * 8
+    mine = range(stage, stages, p)
+    n = sum((s < stages - 1) + (s > 0) for s in mine)
+    assert ledger["pp", "send"] == [n * m, n * each], case
+    tied = case.get("model.tied", True) and stage in (0, p - 1)
+    assert (("pp", "send (tied)") in ledger) == tied, case
+    sizes = [size for size in sizes if size]
+    if f > 1 and zero:
+        times = m if zero > 1 and case["parallel.zero_pp"] == "regather" else 1
+        want = [times * len(sizes), times * sum(8 * size * (f - 1) // f for size in sizes)]
+        assert ledger["shard", "reduce_scatter"] == want, case
+        if times == 1:
+            assert ledger["shard", "all_gather"] == want, case
 
 
 def check_tp_traffic(ledger, case, local, m, n_layer):
@@ -204,6 +218,55 @@ def check_tp_traffic(ledger, case, local, m, n_layer):
         assert ledger["tp", op] == [chunks, n], (op, case)
 
 
+PIPES = [{"pp": 2}, {"pp": 3}, {"pp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2},
+         {"pp": 2, "tp": 2}]
+LARGE_PIPES = [{"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 4, "fsdp": 2}, {"pp": 2, "dp": 2, "fsdp": 2},
+               {"pp": 4, "tp": 2}]
+PIPE_OPTIONS = {
+    "pipe": [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("gpipe", 2),
+             ("interleaved", 1)],
+    "rounds": [1, 3, "uneven", 6], "parallel.zero": [0, 1, 2, 3],
+    "parallel.zero_pp": ["keep", "regather"],
+    "speed.recompute": ["none", "full", 2, "selective"], "ignore": ["none", "uneven", "prefix"],
+    "optim.grad_clip": [None, 0.5], "data.mask_documents": [False, True],
+    "parallel.offload": ["none", "optimizer"], "speed.keep_gathered": [False, True],
+    "parallel.prefetch": [0, 2],
+}
+
+
+def check_on_pipe(world, truth, tokens, layout, case):
+    """Five layers, so that stages are uneven; eight where there are more stages."""
+    case = dict(case)
+    name, chunks = case.pop("pipe")
+    case |= {"parallel.schedule": name, "parallel.chunks": chunks,
+             "model.n_layer": 5 if layout["pp"] * chunks <= 5 else 8}
+    case = on_layout(MODELS[case.pop("model")] | case, layout)
+    want = truth(case)
+    for rank, got in enumerate(world(math.prod(layout.values())).run(parity.run_case, case,
+                                                                     str(tokens))):
+        note = parity.compare(got, want)
+        assert note is None, f"{case}: rank {rank}: {note}"
+        check_pipe(got["ledger"], got["sizes"], rank, case)
+
+
+ALL_PIPES = parity.covering(PIPE_OPTIONS | {"layout": PIPES, "model": list(MODELS)})
+
+
+@pytest.mark.parametrize("case", ALL_PIPES, ids=name_of)
+def test_pipelines_equal_one_process(case, world, truth, tokens):
+    case = dict(case)
+    check_on_pipe(world, truth, tokens, case.pop("layout"), case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, layout", [
+    *itertools.product(MODELS, PIPES), *itertools.product(("llama", "qwen3"), LARGE_PIPES)],
+    ids=str)
+def test_every_pipeline_with_every_pair_of_options(name, layout, world, truth, tokens):
+    for case in parity.covering(PIPE_OPTIONS):
+        check_on_pipe(world, truth, tokens, layout, case | {"model": name})
+
+
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
 
 
@@ -215,7 +278,7 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
 
 
 SAVES = [{}, {"dp": 2}, {"fsdp": 3}, {"dp": 2, "fsdp": 2}, {"tp": 2}, {"tp": 3},
-         {"fsdp": 2, "tp": 2}]
+         {"fsdp": 2, "tp": 2}, {"pp": 4}, {"pp": 2, "chunks": 2}]
 PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES, "model": ["llama", "capped"],
                          "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]})
 
@@ -223,12 +286,16 @@ PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES, "model": ["llama", "c
 @pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_saved_on_one_layout_resumed_on_another(case, world, tokens, tmp_path):
     """Two steps here and two there are the four steps of one process."""
-    base = MODELS[case["model"]] | {"train.steps": 4, "optim.grad_clip": 0.5, "kv": "all"}
+    base = MODELS[case["model"]] | {"train.steps": 4, "optim.grad_clip": 0.5, "kv": "all",
+                                    "model.n_layer": 4}
     want = parity.run_case(on_layout(base, {}), tokens, 4)
     for layout, zero, fn in ((case["saved"], case["zeros"][0], parity.run_and_save),
                              (case["resumed"], case["zeros"][1], parity.resume_and_run)):
-        here = on_layout(base | {"parallel.zero": zero}, layout)
-        results = world(math.prod(layout.values())).run(fn, here, str(tokens), str(tmp_path), 2)
+        axes = {k: n for k, n in layout.items() if k != "chunks"}
+        chunks = layout.get("chunks", 1)
+        here = on_layout(base | {"parallel.zero": zero, "parallel.chunks": chunks, "rounds": 3,
+                                 "parallel.schedule": "interleaved"}, axes)
+        results = world(math.prod(axes.values())).run(fn, here, str(tokens), str(tmp_path), 2)
     for got in results:
         tail = {k: want[k][2:] for k in ("loss", "norm", "grads")} | {"params": want["params"]}
         assert parity.compare(got, tail) is None
@@ -312,11 +379,13 @@ def test_covering_covers_every_pair():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tp", [1, 2])
-def test_compiled_layers_equal_plain_ones(tp, world, truth, tokens):
-    """torch.compile of the layers, its graphs broken where tp ranks exchange."""
-    case = on_layout(MODELS["capped"] | {"model.n_layer": 4, "rounds": 1}, {"tp": tp})
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_compiled_layers_equal_plain_ones(layout, world, truth, tokens):
+    """torch.compile of the layers, its graphs broken where tp ranks exchange and where products put
+    off their weights' gradients."""
+    case = on_layout(MODELS["capped"] | {"model.n_layer": 4, "rounds": 3}, layout)
+    case |= {"parallel.schedule": "zero-bubble"} if "pp" in layout else {}
     want = truth(case)
-    for got in world(tp).run(parity.run_case, case | {"speed.compile": True}, str(tokens),
+    for got in world(2).run(parity.run_case, case | {"speed.compile": True}, str(tokens),
                              timeout=600):
         assert parity.compare(got, want) is None
