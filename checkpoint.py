@@ -15,9 +15,8 @@ dimensions. Elements 3 to 13 of a 4 x 5 matrix are three:
 
 A checkpoint exists exactly if its index is complete. Rank 0 writes it last, when all files are on
 disk and their boxes were seen to cover every tensor once; it appears by one rename (on an object
-store: one put). A step that is saved again gets files of other names (rank_00000.1.safetensors)
-beside the old ones: a crash at any moment leaves the old index with the old files or the new one
-with the new files, and what the index does not name is removed later.
+store: one put). A step that is saved again gets files of other names (rank_00000.1.safetensors):
+a crash leaves the old index and its files or the new ones. What it does not name is removed later.
 
     python checkpoint.py ls DIR | verify CHECKPOINT | show CHECKPOINT [NAME]
     python checkpoint.py        saves a small tensor in 3 slices and loads it in 2
@@ -158,34 +157,33 @@ def write_safetensors(path, tensors, metadata):
 
 
 def read_header(path):
-    """({name: dtype, shape, data_offsets}, metadata), offsets from the beginning of the file."""
+    """({name: dtype, shape, data_offsets}, metadata, the file as a memory map: only what is used
+    is read). The offsets are from the beginning of the file."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as f:
-            n = int.from_bytes(f.read(8), "little")
-            entries, at = json.loads(f.read(min(n, size))), 8 + n
+        with open(path, "rb") as f:  # private pages: writable for torch, never written back
+            file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        n = int.from_bytes(file[:8], "little")
+        entries, at = json.loads(file[8 : 8 + n]), 8 + n
         metadata = entries.pop("__metadata__", {})
         for e in sorted(entries.values(), key=lambda e: e["data_offsets"]):
             begin, at = at, at + math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize
             if e["data_offsets"] != [begin - 8 - n, at - 8 - n]:
                 raise ValueError("a gap or an overlap")
             e["data_offsets"] = begin, at
-        if at != size:
-            raise ValueError(f"{size} bytes instead of {at}")
+        if at != len(file):
+            raise ValueError(f"{len(file)} bytes instead of {at}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: not a whole safetensors file ({e!r})") from None
-    return entries, metadata
+    return entries, metadata, file
 
 
 def read_safetensors(path):
-    """{name: tensor}, views of a memory map: only what is used is read."""
-    entries, _ = read_header(path)
-    with open(path, "rb") as f:  # private pages: writable for torch, never written back
-        mapped, out = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY), {}
+    """{name: tensor}, views of the memory map."""
+    (entries, _, file), out = read_header(path), {}
     for name, e in entries.items():
         flat = torch.empty(0, dtype=DTYPES[e["dtype"]])
         if n := math.prod(e["shape"]):
-            flat = torch.frombuffer(mapped, dtype=flat.dtype, count=n, offset=e["data_offsets"][0])
+            flat = torch.frombuffer(file, dtype=flat.dtype, count=n, offset=e["data_offsets"][0])
         out[name] = flat.view(e["shape"])
     return out
 
@@ -231,10 +229,9 @@ def together(agree):
 
 def named(folder):
     """The files of the checkpoint that is there, if one is."""
-    try:
+    with contextlib.suppress(ValueError):
         return read_index(folder)["files"]
-    except ValueError:
-        return ()
+    return ()
 
 
 def tidy(folder):
@@ -263,7 +260,7 @@ def commit(folder, step, meta, files):
     """See that all is there, then write the index: from its rename on the checkpoint exists."""
     tensors = {}
     for number, file in enumerate(files):
-        entries, metadata = read_header(folder / file)
+        entries, metadata, _ = read_header(folder / file)
         for key, (name, full, offset, crc) in json.loads(metadata["boxes"]).items():
             dtype, shape, (begin, end) = entries[key].values()
             t = tensors.setdefault(name, {"shape": full, "dtype": dtype, "boxes": []})
@@ -379,10 +376,9 @@ def prune(root, keep, every=None):
     if keep is None:
         return []
     found = list(survey(root))[::-1]
-    good = [(step, index["written"], path) for step, path, index, _ in found if index]
-    by_time = sorted(good, key=lambda c: c[1])
-    kept = {path for _, _, path in good[-keep:] + by_time[-keep:]}
-    kept |= {path for step, _, path in good if every and step % every == 0}
+    good = [(step, path, index["written"]) for step, path, index, _ in found if index]
+    kept = {path for _, path, _ in good[-keep:] + sorted(good, key=lambda c: c[2])[-keep:]}
+    kept |= {path for step, path, _ in good if every and step % every == 0}
     newest = max(((path / INDEX).stat().st_mtime for path in kept), default=0)
     gone = [path for _, path, index, _ in found if path not in kept
             and (index or not (path / INDEX).exists()

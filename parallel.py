@@ -1485,12 +1485,12 @@ def backward(flow, kind, j, c):
     only that of the inputs, while what the weights' gradients take is put aside."""
     (order, last), blocks, saved, due = flow.chunks[c], flow.blocks, flow.saved.pop((j, c)), []
     grad = saved.pop() if last else flow.inbox.pop(Action(kind, j, c)).wait()
-    lowest = order[0] + (saved[0][0] is None)  # the embedding's backward does not read its weights
+    first = bool(saved) and saved[0][0] is None  # whose backward does not read its weights
     for i in reversed(order[: len(saved)]):
         x, y, later = saved.pop()
         inputs = [] if x is None else [x]
         if inputs:
-            blocks.gather(i, ahead=range(i - 1, lowest - 1, -1))
+            blocks.gather(i, ahead=range(i - 1, order[0] + first - 1, -1))
         for b in blocks.uses[i] if kind == "backward" else ():
             blocks.open_grad(b)
         if y is None:

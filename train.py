@@ -438,9 +438,8 @@ def restore(run, meta):
     """What is not a tensor of the model or the optimizer."""
     run.blocks.refresh()
     run.step, run.samples = meta["step"], meta["samples"]
-    for counters in run.blocks.steps:
-        for counter in counters:
-            counter.fill_(meta["optimizer_step"])
+    for counter in itertools.chain(*run.blocks.steps):
+        counter.fill_(meta["optimizer_step"])
     if run.blocks.dtype == torch.float16:
         run.scale.fill_(meta["loss_scale"])
     run.good.fill_(meta["good"])
@@ -498,13 +497,17 @@ class Log:
         metrics.write_text("".join(kept))
         file = metrics.open("a", buffering=1)  # a line that is written is there
         sinks = [lambda step, row: file.write(json.dumps({"step": step} | row) + "\n")]
-        if log["tensorboard"]:
-            board = need("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-            sinks.append(lambda step, row: [board.add_scalar(k, v, step) for k, v in row.items()])
-        if log["wandb"]:
-            wandb = need("wandb", "wandb")
-            wandb.init(project=log["wandb"], dir=str(folder), config=self.run.config)
-            sinks.append(lambda step, row: wandb.log(row, step=step))
+        try:
+            if log["tensorboard"]:
+                from torch.utils.tensorboard import SummaryWriter
+                board = SummaryWriter(str(folder))
+                sinks.append(lambda step, row: [board.add_scalar(*kv, step) for kv in row.items()])
+            if log["wandb"]:
+                import wandb
+                wandb.init(project=log["wandb"], dir=str(folder), config=self.run.config)
+                sinks.append(lambda step, row: wandb.log(row, step=step))
+        except ImportError as e:
+            raise ValueError(f"log: {e}: pip install {e.name}, or switch it off") from e
         return sinks
 
     def write(self, step, row):
@@ -515,9 +518,7 @@ class Log:
     def push(self, step, metrics):
         """Start the copy of a step's numbers to the host, then deal with the step before."""
         host = metrics.to("cpu", non_blocking=True)
-        event = torch.cuda.Event() if metrics.is_cuda else None
-        if event:
-            event.record()
+        event = torch.cuda.current_stream().record_event() if metrics.is_cuda else None
         launched = (step, host, event, time.perf_counter())
         self.flush()
         self.waiting = launched
@@ -551,14 +552,6 @@ class Log:
         say(self.run, f"step {step:>{width}}/{self.steps}  loss {loss:.4f}  lr {lr:.2e}  "
             f"norm {norm:.3f}  {rate:,.0f} tokens/s{f'  mfu {mfu:.1%}' if mfu else ''}  "
             f"{memory:.2f} GB  {left // 60:.0f}m{left % 60:02.0f}s left")
-
-
-def need(module, package):
-    """Import an optional package, or say which one is missing."""
-    try:
-        return __import__(module, fromlist=["_"])
-    except ImportError as e:
-        raise ValueError(f"this needs the package {package}: pip install {package}") from e
 
 
 # ---- Loop -----------------------------------------------------------------------------------
@@ -604,14 +597,13 @@ def report(run, log):
 
 def profiler(run):
     """torch.profiler around the steps of log.profile, if there are any."""
-    steps = run.config["log"]["profile"]
-    if steps is None:
+    if run.config["log"]["profile"] is None:
         return None
-    path = pathlib.Path(run.config["run"]["dir"]) / f"trace-rank{run.mesh.rank}.json"
-    wait = steps[0] - 1
+    first, last = run.config["log"]["profile"]
+    file = pathlib.Path(run.config["run"]["dir"]) / f"trace-rank{run.mesh.rank}.json"
+    steps = torch.profiler.schedule(wait=first - 1, warmup=0, active=last - first + 1, repeat=1)
     trace = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=steps[1] - wait, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(str(path)))
+        schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(str(file)))
     trace.start()
     return trace
 

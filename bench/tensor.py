@@ -91,8 +91,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+OUR_NAME = {"embed.weight": "embed.tokens.weight", "norm.weight": "head.norm.weight"}
+
+
 class Plain(nn.Module):
-    """Ours as one would write it without us; its parameters come in the order of ours."""
+    """Ours as one would write it without us, and with our weights."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -103,9 +106,8 @@ class Plain(nn.Module):
         source, _ = build(cfg, 1)
         self.tables = source.tables
         with torch.no_grad():
-            for p, q in zip(self.parameters(), source.parameters(), strict=True):
-                assert p.shape == q.shape
-                p.copy_(q)
+            for name, p in self.named_parameters():
+                p.copy_(source.get_parameter(OUR_NAME.get(name, name)))
 
     def forward(self, tokens):
         x = self.embed(tokens)

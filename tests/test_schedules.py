@@ -10,6 +10,7 @@ import unittest.mock
 import parity
 import pytest
 import test_parity
+import torch
 
 import parallel
 import train
@@ -417,3 +418,61 @@ def output_bytes(case, folder):
         _, batches, pending = train.next_batch(run, False)
         train.train_step(run, batches, pending.wait()[0])
     return sizes or [(False, 0)]
+
+
+# What stages exchange says what it is: the value of an activation or gradient is a code of its
+# stage, microbatch and direction, and whoever gets it checks it.
+
+
+def code(stage, j, way):
+    return float(way * (1000 * (stage + 1) + j))
+
+
+class Probe(torch.autograd.Function):
+    """A stage without a layer: checks what comes in, forward and backward, and sends the next."""
+
+    @staticmethod
+    def forward(ctx, x, weight, size, stage, j, last):
+        ctx.about = stage, j, last, size
+        assert x is None or (x == code(stage - 1, j, 1)).all(), (stage, j, x)
+        return weight.sum() * 0 if last else torch.full((size,), code(stage, j, 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        stage, j, last, size = ctx.about
+        assert last or (grad == code(stage + 1, j, -1)).all(), (stage, j, grad)
+        back = torch.full((size,), code(stage, j, -1)) if stage else None
+        return back, torch.ones(1), None, None, None, None
+
+
+def exchange(name, v, size):
+    """Programs of several numbers of microbatches, with messages that really block a sender and a
+    random sleep in every action."""
+    p = torch.distributed.get_world_size()
+    mesh, draw = parity.mesh_of(parallel.layout_of(p, pp=p)), random.Random(7 + p)
+    stages = range(mesh.rank, p * v, p)
+    with torch.device("meta"):
+        modules = [torch.nn.Linear(1, 1, bias=False) for _ in stages]
+    blocks = parallel.Blocks([(f"s{s}", m) for s, m in zip(stages, modules)], mesh, torch.float32)
+
+    def stage_fn(s, module):
+        def fn(x, j, later):
+            time.sleep(draw.random() * 0.004)
+            return Probe.apply(x, module.weight.view(1), size, s, j, s == p * v - 1)
+        return fn
+
+    fns = [stage_fn(s, m) for s, m in zip(stages, modules)]
+    chunks = [parallel.Chunk(range(c, c + 1), s == p * v - 1) for c, s in enumerate(stages)]
+    for m in (1, 2, 3, 4, 5, 8):
+        blocks.begin()
+        program = parallel.program(p, mesh.rank, name, m, v)
+        parallel.run(program, fns, blocks, list(range(m)), chunks=chunks,
+                     empty=lambda j: torch.empty(size))
+        assert all((module.weight.main_grad == m).all() for module in modules)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name, v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2),
+                                     ("zero-bubble", 1), ("gpipe", 2)])
+def test_messages_arrive_where_they_are_expected(name, v, p, world):
+    world(p).run(exchange, name, v, 500_000)

@@ -55,6 +55,23 @@ def test_functions_are_short_and_state_is_passed(path):
     assert all("RANK" in line for line in environ)
 
 
+def test_every_collective_names_its_group():
+    """And stands in parallel.py: nothing falls back to the group of all ranks."""
+    group = {"all_reduce", "all_gather_object", "broadcast_object_list", "all_to_all_single",
+             "isend", "irecv", "P2POp", "barrier", "all_gather_into_tensor", "send", "recv",
+             "reduce_scatter_tensor", "broadcast", "batch_isend_irecv"}
+    found = set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist."):
+                name = node.func.attr
+                assert path.stem == "parallel"
+                if name in group - {"batch_isend_irecv"}:  # its operations name theirs
+                    assert "group" in [k.arg for k in node.keywords], (name, node.lineno)
+                    found.add(name)
+    assert {"all_reduce", "isend", "irecv", "all_to_all_single"} <= found
+
+
 @pytest.mark.quick
 def test_size():
     total = sum(len(path.read_text().splitlines()) for path in ROOT.glob("*.py"))
