@@ -277,14 +277,30 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
     check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
 
 
-SAVES = [{}, {"dp": 2}, {"fsdp": 3}, {"dp": 2, "fsdp": 2}, {"tp": 2}, {"tp": 3},
-         {"fsdp": 2, "tp": 2}, {"pp": 4}, {"pp": 2, "chunks": 2}]
-PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES, "model": ["llama", "capped"],
-                         "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]})
+SAVES = [{}, {"fsdp": 3}, {"tp": 2}, {"pp": 2, "chunks": 2}]
+MORE_SAVES = [{"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
+              {"pp": 4}]
+REST = {"model": ["llama", "capped"], "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]}
+PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES} | REST)
+PAIRS += [{"saved": a, "resumed": b, "model": "capped", "zeros": (3, 1)} for a, b in [
+    ({"tp": 2}, {"tp": 3}), ({"tp": 2}, {"tp": 4}), ({"pp": 4}, {"pp": 2, "chunks": 2}),
+    ({"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2})]]
+ALL_PAIRS = parity.covering({"saved": SAVES + MORE_SAVES, "resumed": SAVES + MORE_SAVES} | REST)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(10))
+def test_saved_on_every_layout_resumed_on_every_other(part, world, tokens, tmp_path):
+    for n, case in enumerate(ALL_PAIRS[part::10]):
+        check_resumed(case, world, tokens, tmp_path / str(n))
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_saved_on_one_layout_resumed_on_another(case, world, tokens, tmp_path):
+    check_resumed(case, world, tokens, tmp_path)
+
+
+def check_resumed(case, world, tokens, root):
     """Two steps here and two there are the four steps of one process."""
     base = MODELS[case["model"]] | {"train.steps": 4, "optim.grad_clip": 0.5, "kv": "all",
                                     "model.n_layer": 4}
@@ -295,7 +311,7 @@ def test_saved_on_one_layout_resumed_on_another(case, world, tokens, tmp_path):
         chunks = layout.get("chunks", 1)
         here = on_layout(base | {"parallel.zero": zero, "parallel.chunks": chunks, "rounds": 3,
                                  "parallel.schedule": "interleaved"}, axes)
-        results = world(math.prod(axes.values())).run(fn, here, str(tokens), str(tmp_path), 2)
+        results = world(math.prod(axes.values())).run(fn, here, str(tokens), str(root), 2)
     for got in results:
         tail = {k: want[k][2:] for k in ("loss", "norm", "grads")} | {"params": want["params"]}
         assert parity.compare(got, tail) is None
