@@ -394,8 +394,9 @@ class Transformer(nn.Module):
         for layer in self.layers.values() if compiled and not whole else ():
             for part in (layer.attn, layer.mlp):
                 part.enter, part.leave = map(torch.compiler.disable, (enter, leave))
-        return [block if not isinstance(block, Layer) else
-                lambda x, micro, later, layer=block: forward(layer, x, micro, later)
+        at_once = compiled and whole  # then a graph makes the weights' gradients as well
+        return [block if not isinstance(block, Layer) else lambda x, micro, later, layer=block:
+                forward(layer, x, micro, None if at_once else later)
                 for _, block in self.named_blocks()]
 
     def empty(self, micro):

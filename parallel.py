@@ -340,54 +340,66 @@ def ledger_table(mesh):
 # 2. Conjugate pairs: the two calls around each sublayer, and the bits that do not depend on rank
 
 
+class Now:
+    """A `later` that does not wait: a weight's gradient goes into its accumulator in backward."""
+
+    def append(self, part):
+        part()
+
+
+def sequence_first(x, mesh):
+    """[B, T, D] -> [T, B, D], so that gathers and scatters over tp need no copies; and back."""
+    return x if mesh.size["tp"] == 1 else x.transpose(0, 1)
+
+
 class _Enter(torch.autograd.Function):
     """Gather, then a product with each weight. What stays for backward is this rank's shard; it is
-    gathered again beside the input-gradient product (`keep`: the gathered sequence stays). Inside,
-    the sequence is dim 0, so that gathers and scatters need no copies."""
+    gathered again beside the input-gradient product (`keep`: the gathered sequence stays)."""
 
     @staticmethod
     def forward(ctx, x, mesh, keep, later, *params):
         weights, biases = params[::2], params[1::2]
-        whole = all_gather(mesh, x.transpose(0, 1), "tp")  # [T, B, D]
-        ctx.save_for_backward(whole if keep else x, *weights)
+        whole = all_gather(mesh, sequence_first(x, mesh), "tp")  # [T, B, D]
+        ctx.save_for_backward(sequence_first(whole, mesh) if keep else x, *weights)
         ctx.mesh, ctx.keep, ctx.later = mesh, keep, later
         ctx.biased = [b is not None for b in biases]
         # a slice of a weight knows its part of the accumulator, which has no storage as yet
         ctx.accs = [getattr(w, "accumulator", lambda w=w: w.main_grad) for w in weights]
-        return tuple(F.linear(whole, w, b).transpose(0, 1) for w, b in zip(weights, biases))
+        return tuple(sequence_first(F.linear(whole, w, b), mesh) for w, b in zip(weights, biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         (x, *weights), mesh, dx = ctx.saved_tensors, ctx.mesh, None
+        x, grads = sequence_first(x, mesh), [sequence_first(g, mesh) for g in grads]
 
         def gather():
-            kept = Handle(None, lambda: x)
-            return kept if ctx.keep else all_gather_start(mesh, x.transpose(0, 1), "tp")
+            return Handle(None, lambda: x) if ctx.keep else all_gather_start(mesh, x, "tp")
 
-        gathering = gather() if ctx.later is None else None
-        T, B = grads[0].shape[1], grads[0].shape[0]
-        grads = [g.transpose(0, 1).reshape(T * B, -1) for g in grads]
+        gathering = None if isinstance(ctx.later, list) else gather()
+        shape, grads = grads[0].shape[:2], [g.flatten(0, 1) for g in grads]
         for g, w in zip(grads, weights):
             dx = g @ w if dx is None else dx.addmm_(g, w)
-        scattering = reduce_scatter_start(mesh, dx.view(T, B, -1), "tp")
-        biases = [g.sum(0) if biased else None for g, biased in zip(grads, ctx.biased)]
-        if ctx.later is None:
-            whole = gathering.wait().reshape(T * B, -1)
-            out = [t for g, bias in zip(grads, biases) for t in (g.t() @ whole, bias)]
-        else:
-            def weight_part():
-                whole = gather().wait().reshape(T * B, -1)
-                for g, acc in zip(grads, ctx.accs):
-                    add_product(acc(), g, whole)
+        scattering = reduce_scatter_start(mesh, dx.view(*shape, -1), "tp")
+        out = [None] * (2 * len(grads))
+        out[1::2] = [g.sum(0) if biased else None for g, biased in zip(grads, ctx.biased)]
 
+        def weight_part():
+            whole = (gathering or gather()).wait().flatten(0, 1)
+            for g, acc in zip(grads, ctx.accs):
+                add_product(acc(), g, whole)
+
+        if ctx.later is None:
+            whole = gathering.wait().flatten(0, 1)
+            out[::2] = [g.t() @ whole for g in grads]
+        else:
             ctx.later.append(weight_part)
-            out = [t for bias in biases for t in (None, bias)]
-        return scattering.wait().to(dx.dtype).transpose(0, 1), None, None, None, *out
+        dx = scattering.wait().to(dx.dtype)
+        return sequence_first(dx, mesh), None, None, None, *out
 
 
 class _Product(torch.autograd.Function):
-    """x W^T whose weight gradient is left for later."""
+    """x W^T whose weight's gradient is left to `later`."""
 
     @staticmethod
     def forward(ctx, x, weight, later):
@@ -424,8 +436,9 @@ class _Leave(torch.autograd.Function):
 def enter(x, layers, mesh, keep=False, later=None):
     """The whole sequence times this rank's rows of each (weight, bias): x [B, T/tp, D] ->
     [[B, T, rows], ...]. Forward: all-gather of x over tp. Backward: all-gather of x again (not
-    with `keep`), reduce-scatter of its partial gradients over tp. With `later`, a list, backward
-    leaves the weights' products to functions that it puts there; they add to `main_grad`."""
+    with `keep`), reduce-scatter of its partial gradients over tp. With `later` (a list, or Now)
+    backward makes functions of the weights' products, which add to `main_grad`, and appends them
+    there; without it the products are the gradients that autograd gets."""
     if mesh.size["tp"] == 1 and later is None:
         return [F.linear(x, weight, bias) for weight, bias in layers]
     return _Enter.apply(x, mesh, keep, later, *[t for pair in layers for t in pair])
@@ -437,9 +450,9 @@ def leave(x, weight, bias, mesh, later=None):
     all-gather over tp. `later`: as in enter."""
     if mesh.size["tp"] == 1 and later is None:
         return F.linear(x, weight, bias)
-    x = x.transpose(0, 1)
+    x = sequence_first(x, mesh)
     y = F.linear(x, weight) if later is None else _Product.apply(x, weight, later)
-    y = (y if mesh.size["tp"] == 1 else _Leave.apply(y, mesh, "")).transpose(0, 1)
+    y = sequence_first(y if mesh.size["tp"] == 1 else _Leave.apply(y, mesh, ""), mesh)
     return y if bias is None else y + bias
 
 
@@ -1393,8 +1406,9 @@ def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, 
     returned, which is the loss (zero on a rank that does not have it).
 
     `fns`: one function for each block, fn(x, microbatch, later) -> x; the first of the model
-    ignores x. `later` is None, or a list to which operations add what their weights' gradients
-    take, see enter. `keep[i]`: whether forward keeps block i's graph, or only its input, from which
+    ignores x. `later` is where operations put what their weights' gradients take: Now, or a list
+    where the schedule does these later; a function that hands on None instead gets them from
+    autograd. `keep[i]`: whether forward keeps block i's graph, or only its input, from which
     backward computes the block again. `chunks`: by default all blocks are one. `empty(microbatch)`
     makes the tensor that a stage receives. `trace`: a list that gets (action, forwards kept, weight
     parts due) after each. Without backward actions nothing is kept.
@@ -1462,7 +1476,7 @@ def forward(flow, j, c, backward_follows):
             x = x.detach().requires_grad_()
         for b in blocks.uses[i] if flow.training and ends else ():
             blocks.open_grad(b)
-        later = [] if flow.split and flow.keep[i] and not ends else None
+        later = [] if flow.split else Now()
         with torch.set_grad_enabled(flow.training and (flow.keep[i] or ends)):
             y = flow.fns[i](x, flow.microbatches[j], later)
         if flow.training and ends:
@@ -1494,7 +1508,7 @@ def backward(flow, kind, j, c):
         for b in blocks.uses[i] if kind == "backward" else ():
             blocks.open_grad(b)
         if y is None:
-            later = [] if flow.split else None
+            later = [] if flow.split else Now()
             with torch.enable_grad():
                 y = flow.fns[i](x, flow.microbatches[j], later)
         grads = torch.autograd.grad(y, inputs + blocks.tensors[i], grad, allow_unused=True)
