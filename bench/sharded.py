@@ -80,7 +80,7 @@ class Plain(torch.nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        mesh = parallel.Mesh(dict.fromkeys(parallel.AXES, 1), {}, {}, torch.device("cpu"))
+        mesh = parallel.build_mesh(parallel.layout_of(1), "cpu")
         self.model = model_py.Transformer(cfg, mesh)
         for p in self.parameters():
             torch.nn.init.ones_(p) if p.ndim == 1 else torch.nn.init.normal_(p, std=0.02)

@@ -31,16 +31,16 @@ import model as model_py  # noqa: E402
 import parallel  # noqa: E402
 
 
-def build(cfg, tp):
+def build(cfg, tp, keep=False):
     mesh = parallel.build_mesh(parallel.layout_of(tp, tp=tp), "cpu")
-    model, blocks = model_py.build(cfg, mesh, torch.float32)
+    model, blocks = model_py.build(cfg, mesh, torch.float32, keep_gathered=keep)
     model_py.init_weights(blocks, cfg, 0)
     return model, blocks
 
 
 class Ours:
     def __init__(self, cfg, args):
-        self.model, self.blocks = build(cfg, dist.get_world_size())
+        self.model, self.blocks = build(cfg, dist.get_world_size(), args.keep)
         self.fns = self.model.functions()
 
     def step(self, tokens, targets):
@@ -213,6 +213,7 @@ def main():
     parser.add_argument("--shape", default="llama", choices=SHAPES)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--keep", action="store_true", help="ours: speed.keep_gathered")
     parser.add_argument("--loss", default="parallel", choices=["parallel", "plain"],
                         help="dtensor: loss_parallel, or on logits gathered from all ranks")
     args = parser.parse_args()
