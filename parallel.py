@@ -1432,8 +1432,7 @@ def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, 
             out = empty(microbatches[entry.action.microbatch])
             flow.inbox[entry.action] = receive(blocks.mesh, out, entry.peer)
         elif entry.op == "send":
-            x = result.contiguous()
-            sending.append((send(blocks.mesh, x, entry.peer), result))
+            sending.append((send(blocks.mesh, result.contiguous(), entry.peer), result))
         else:
             flow.inbox[entry.action] = Handle(None, lambda x=result: x)
     for sent, _ in sending:
@@ -1541,8 +1540,9 @@ def weight(flow, j, c):
 def main():
     """Draw a layout's grid, or the timeline of a schedule."""
     if len(sys.argv) > 1:
-        name, *numbers = sys.argv[1:]
-        p, m, v = (*map(int, numbers), 1)[:3]
+        name, (p, m, v) = sys.argv[1], map(int, (*sys.argv[2:], 1)[:3])
+        if name not in SCHEDULES:
+            sys.exit(f"no schedule {name}: one of {', '.join(SCHEDULES)}")
         return print(draw(SCHEDULES[name](p, m, v), v))
     print("8 ranks as dp 2 x fsdp 2 x tp 2; a row is a group that splits each layer (tp)\n")
     for rank in range(0, 8, 2):

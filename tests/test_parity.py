@@ -1,6 +1,5 @@
 """Every layout computes what one process computes, and one process computes the specification."""
 
-import itertools
 import math
 
 import parity
@@ -258,13 +257,25 @@ def test_pipelines_equal_one_process(case, world, truth, tokens):
     check_on_pipe(world, truth, tokens, case.pop("layout"), case)
 
 
+def parts(layouts, axes, rest):
+    """(layout, some of its cases) for the long matrix, about twenty at a time."""
+    return [(layout, cases[i : i + 20]) for layout in layouts
+            for cases in [parity.crossed(axes, rest)] for i in range(0, len(cases), 20)]
+
+
+def number(value):
+    return "".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else None
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name, layout", [
-    *itertools.product(MODELS, PIPES), *itertools.product(("llama", "qwen3"), LARGE_PIPES)],
-    ids=str)
-def test_every_pipeline_with_every_pair_of_options(name, layout, world, truth, tokens):
-    for case in parity.covering(PIPE_OPTIONS):
-        check_on_pipe(world, truth, tokens, layout, case | {"model": name})
+@pytest.mark.parametrize("layout, cases", parts(
+    PIPES + LARGE_PIPES,
+    {"pipe": PIPE_OPTIONS["pipe"], "model": ["llama", "qwen3"], "rounds": [1, 3],
+     "parallel.zero": [0, 1, 2, 3]}, PIPE_OPTIONS | {"model": list(MODELS)}), ids=number)
+def test_every_pipeline(layout, cases, world, truth, tokens):
+    """Schedules x tied or not x microbatches x zero, and every pair of all options."""
+    for case in cases:
+        check_on_pipe(world, truth, tokens, layout, case)
 
 
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
@@ -317,18 +328,20 @@ def check_resumed(case, world, tokens, root):
         assert parity.compare(got, tail) is None
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layout_with_every_pair_of_options(name, layout, world, truth, tokens):
-    for case in parity.covering(OPTIONS):
-        check(world, truth, tokens, layout, MODELS[name] | case)
+DATA_LAYOUTS = [layout for layout in LAYOUTS + LARGE if "tp" not in layout]
+TP_LAYOUTS = [layout for layout in LAYOUTS + LARGE if "tp" in layout]
+ALL_OPTIONS = OPTIONS | {"model": list(MODELS)}
+LONG = parts(DATA_LAYOUTS, {"parallel.zero": [0, 1, 2, 3], "rounds": [1, 3],
+                            "speed.recompute": ["none", "full"]}, ALL_OPTIONS)
+LONG += parts(TP_LAYOUTS, {"model": list(MODELS), "parallel.zero": [0, 1, 2, 3]}, ALL_OPTIONS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LARGE, ids=str)
-def test_eight_ranks_with_every_pair_of_options(layout, world, truth, tokens):
-    for case in parity.covering(OPTIONS | {"model": list(MODELS)}):
+@pytest.mark.parametrize("layout, cases", LONG, ids=number)
+def test_every_layout(layout, cases, world, truth, tokens):
+    """Data parallel: zero x microbatches x recomputation; tp: models x zero; every pair of all."""
+    for case in cases:
+        case = dict(case)
         check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
 
 
