@@ -524,9 +524,8 @@ class _Lookup(torch.autograd.Function):
         if ctx.main_grad is None:
             dense = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
             return None, dense, None, None, None
-        acc = ctx.main_grad
-        add = lambda: acc.index_add_(0, index, grad.to(acc.dtype))  # noqa: E731
-        add() if ctx.later is None else ctx.later.append(add)
+        acc, later = ctx.main_grad, Now() if ctx.later is None else ctx.later
+        later.append(lambda: acc.index_add_(0, index, grad.to(acc.dtype)))
         return None, None, None, None, None
 
 
@@ -592,11 +591,11 @@ def linear_cross_entropy(mesh, kernels, x, weight, targets, scale, *, vocab, chu
     x [N/tp, D], this rank's tokens; weight [rows, D], its rows of the table, of which those past
     `vocab` are padding and never predicted; targets [tp, N/tp], all ranks' ids, -100 where nothing
     is to be predicted (another id outside of the vocabulary makes loss and gradients NaN); scale
-    0-d: it enters before anything is rounded to x.dtype. No more than
-    `chunk` tokens' logits exist at a time. `kernels`: (ce_weight, ce_forward, ce_backward) of
-    kernels.py. With gradients enabled the forward makes them: the weight's is added to
-    `weight_grad` there and then, for an upstream gradient of 1 (without it, it goes through
-    autograd). `scratch`: a dict of the caller's, for buffers that live from call to call.
+    0-d: it enters before anything is rounded to x.dtype. No more than `chunk` tokens' logits exist
+    at a time. `kernels`: (ce_weight, ce_forward, ce_backward) of kernels.py. With gradients enabled
+    the forward makes them: the weight's is added to `weight_grad` there and then, for an upstream
+    gradient of 1 (without it, it goes through autograd). `scratch`: a dict of the caller's, for
+    buffers that live from call to call.
 
     Over tp, each chunk: all-gather of x, MAX of the largest logits, SUM of (sum of exponentials,
     target's logit), reduce-scatter of the gradient of x. The backward moves nothing."""

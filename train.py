@@ -657,6 +657,7 @@ def main(argv):
         sizes = check_config(config, world)
     except ValueError as e:
         error = e
+    # there is no mesh as yet: its control group is the group of all ranks
     everyone, bad = parallel.Mesh({}, {}, {}, torch.device("cpu"), rank, world), error is not None
     any_bad, first_bad = parallel.Pending(everyone, bad, bad and rank == 0).wait()
     if bad and (rank == 0 or not first_bad):

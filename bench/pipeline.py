@@ -29,8 +29,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from sharded import SHAPES, config_of, start_ranks  # noqa: E402
-from tensor import Layer, serve  # noqa: E402
+from sharded import SHAPES, config_of, serve, start_ranks  # noqa: E402
+from tensor import Layer  # noqa: E402
 
 import model as model_py  # noqa: E402
 import parallel  # noqa: E402
@@ -215,13 +215,15 @@ def main():
     args = parser.parse_args()
     children = start_ranks(4 if args.system == "sleep" else 2)
     torch.set_num_threads(1)
-    rank, n, _ = parallel.start("cpu")
+    parallel.start("cpu")
     if args.system == "sleep":
         sleep(args)
     else:
         SHAPES[args.shape] = (*SHAPES[args.shape][:-1], MICROBATCHES * args.sequences)
         cfg = config_of(args.shape)
-        serve((Ours if args.system == "ours" else Torch)(cfg, args), args, cfg, rank, n)
+        trainer = (Ours if args.system == "ours" else Torch)(cfg, args)
+        count = SHAPES[args.shape][-1] * cfg.max_len
+        serve(trainer.step, args, cfg, seed=0, count=count)
     parallel.stop()
     for child in children:
         child.wait()

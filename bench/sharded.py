@@ -8,6 +8,7 @@ Speaks the protocol of bench/step.py. A step is forward, backward and fused Adam
 clipping, on random tokens; tokens_per_step counts both ranks."""
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -127,17 +128,17 @@ def peak_rss_mb():
             return int(line.split()[1]) // 1024
 
 
-def serve(trainer, args, cfg, rank, n):
-    """Warm up, then do what rank 0 reads from stdin and passes on."""
-    batch = SHAPES[args.shape][-1]
-    generator = torch.Generator().manual_seed(rank)
-    count = n * batch * cfg.max_len
+def serve(take_step, args, cfg, seed, count):
+    """Warm up, then do what rank 0 reads from stdin and passes on. A step is take_step(tokens,
+    targets) on random tokens; all ranks together train on `count` tokens in it."""
+    batch, rank, n = SHAPES[args.shape][-1], dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
 
     def step():
         data = torch.randint(cfg.vocab_size, (batch, cfg.max_len + 1), generator=generator)
         dist.barrier()
         begin = time.perf_counter()
-        loss = trainer.step(data[:, :-1].contiguous(), data[:, 1:].contiguous(), count).item()
+        loss = take_step(data[:, :-1].contiguous(), data[:, 1:].contiguous()).item()
         dist.barrier()
         return time.perf_counter() - begin, loss
 
@@ -176,7 +177,8 @@ def main():
     rank, n, _ = parallel.start("cpu")
     cfg = config_of(args.shape)
     trainer = Ours(cfg, args.zero) if args.system == "ours" else Torch(cfg, args.system)
-    serve(trainer, args, cfg, rank, n)
+    count = n * SHAPES[args.shape][-1] * cfg.max_len  # every rank has sequences of its own
+    serve(functools.partial(trainer.step, count=count), args, cfg, seed=rank, count=count)
     parallel.stop()
     for child in children:
         child.wait()

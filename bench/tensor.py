@@ -12,10 +12,8 @@ Llama. All start from the same weights and see the same tokens, so the losses mu
 
 import argparse
 import contextlib
-import json
 import pathlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from ops import plain_rotary  # noqa: E402
-from sharded import SHAPES, config_of, peak_rss_mb, start_ranks  # noqa: E402
+from sharded import SHAPES, config_of, serve, start_ranks  # noqa: E402
 
 import model as model_py  # noqa: E402
 import parallel  # noqa: E402
@@ -172,41 +170,6 @@ class Torch:
         return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
 
-def serve(trainer, args, cfg, rank, n):
-    """Warm up, then do what rank 0 reads from stdin and passes on."""
-    batch = SHAPES[args.shape][-1]
-    generator = torch.Generator().manual_seed(0)
-
-    def step():
-        data = torch.randint(cfg.vocab_size, (batch, cfg.max_len + 1), generator=generator)
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = trainer.step(data[:, :-1].contiguous(), data[:, 1:].contiguous()).item()
-        dist.barrier()
-        return time.perf_counter() - begin, loss
-
-    def say(**record):
-        if rank == 0:
-            print("@bench " + json.dumps(record), flush=True)
-
-    for _ in range(2):
-        step()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    heads = cfg.d_head * (cfg.n_head + cfg.n_kv_head)
-    layer = cfg.d_model * (2 + 2 * heads + 3 * cfg.d_ff)
-    params = cfg.n_layer * layer + cfg.d_model * (2 * cfg.vocab_size + 1)
-    say(ready=True, params=params, tokens_per_step=batch * cfg.max_len)
-    while True:
-        line = [sys.stdin.readline() if rank == 0 else None]
-        dist.broadcast_object_list(line, src=0)
-        if not line[0]:
-            return
-        times, losses = zip(*(step() for _ in range(int(line[0].split()[1]))))
-        rss = [None] * n
-        dist.all_gather_object(rss, peak_rss_mb())
-        say(step_s=times, loss=losses[-1], rss_mb=rss)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=["ours", "dtensor", "single", "torch-single"])
@@ -219,10 +182,10 @@ def main():
     args = parser.parse_args()
     children = start_ranks(1 if args.system.endswith("single") else args.ranks)
     torch.set_num_threads(args.threads)
-    rank, n, _ = parallel.start("cpu")
+    parallel.start("cpu")
     cfg = config_of(args.shape)
     trainer = (Ours if args.system in ("ours", "single") else Torch)(cfg, args)
-    serve(trainer, args, cfg, rank, n)
+    serve(trainer.step, args, cfg, seed=0, count=SHAPES[args.shape][-1] * cfg.max_len)
     parallel.stop()
     for child in children:
         child.wait()

@@ -8,19 +8,9 @@ import pytest
 import torch
 import torch._dynamo
 
-import data
 import model
 import parallel
 import train
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokens")
-    data.synth(folder, tokens=2000, vocab=51, docs=20, seed=1)
-    data.synth(folder, tokens=300, vocab=51, docs=4, seed=2, split="val")
-    return folder
-
 
 # ---------------------------------------------------------------------------------------------
 # Drawing a token

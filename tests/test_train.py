@@ -293,6 +293,19 @@ def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_pat
         assert resumed[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
 
 
+def test_tp_over_several_nodes_is_said(text, monkeypatch, capsys):
+    """torchrun tells how many ranks this node has; tp 2 on nodes of one is allowed, and said."""
+    run = train.build(train.load_config([*SMALL, f"data.path={text}"]),
+                      train.parallel.build_mesh(train.parallel.layout_of(1), "cpu"))
+    sizes = train.parallel.layout_of(2, tp=2)
+    for ranks, said in ((2, False), (1, True)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        train.introduce(run, sizes)
+        assert ("tp 2 spans nodes of 1 ranks" in capsys.readouterr().out) == said
+    run.loader.close()
+
+
 def test_a_mistake_that_all_ranks_find_is_told_once(text, tmp_path):
     began = time.time()
     done = shell(text, tmp_path / "bad", "train.global_batch=5", ranks=2)
