@@ -486,6 +486,7 @@ class Batch(NamedTuple):
     targets: object  # [b, T] int64, IGNORE where none counts
     pos: object  # [b, T] int64, restarts with each document if documents are masked
     lo: object  # [b, T] int32; None when all are 0, plain causal
+    seen: object  # [2, T], numpy: of each position the lowest and highest lo; None with lo
     sample: object  # [b] int64, number within the global batch
     n_valid: int  # targets that count
 
@@ -513,8 +514,9 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
         lo = np.zeros_like(tokens)
         lo[:, 1:] = np.maximum.accumulate(np.where(ends, span + 1, 0), axis=1)[:, :-1]
         pos, lo = pos - lo, lo.astype(np.int32) if lo.any() else None
+    seen = None if lo is None else np.stack((lo.min(0), lo.max(0)))
     put = (lambda a: from_numpy(a).pin_memory()) if pin else from_numpy
-    return Batch(put(tokens), put(targets), put(pos), None if lo is None else put(lo),
+    return Batch(put(tokens), put(targets), put(pos), None if lo is None else put(lo), seen,
                  put(sample.astype(np.int64)), n_valid)
 
 

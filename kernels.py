@@ -5,7 +5,7 @@
     layer_norm, gelu      torch's own fused ones                            x
     rotary                turn pairs of channels by position * frequency    the tables only
     swiglu                silu(gate) * up                                   gate, up
-    attention             softmax(q k^T / sqrt(d)) v, keys lo_i .. i        q, k, v, o (+ short p)
+    attention             softmax(q k^T / sqrt(d)) v, keys lo_i .. hi_i-1   q, k, v, o, lse (p)
     cross-entropy         -log softmax(x W^T)[target], chunk by chunk       nothing: dx, dW at once
 
 Each comes as `op_ref`, the definition in plain differentiable PyTorch, which is the specification;
@@ -200,19 +200,30 @@ def gelu(x):
 SHORT = 1024  # up to this length the CPU path beats torch's flash kernel and keeps probabilities
 
 
-def attention_ref(q, k, v, lo=None):
-    """o_i = sum_j p_ij v_j with p_i = softmax over j in lo_i .. i of q_i . k_j / sqrt(d).
-    q [B, T, H, d], k and v [B, T, Hkv, d], H a multiple of Hkv (query head h uses key head
-    h // (H / Hkv)), lo [B, T] integers, lo_i <= i, or None for all zero -> [B, T, H, d]."""
-    B, T, H, d = q.shape
+def limits(q, k, lo, hi):
+    """lo and hi as [B, Tq] int32 tensors."""
+    at = torch.arange(q.shape[1], dtype=torch.int32, device=q.device).expand(q.shape[:2])
+    hi = at + 1 if hi is None else hi if torch.is_tensor(hi) else torch.full_like(at, hi)
+    return torch.zeros_like(at) if lo is None else lo, hi
+
+
+def attention_ref(q, k, v, lo=None, hi=None, scale=None, softcap=None):
+    """o_i = sum_j p_ij v_j, p_ij = exp(s_ij - lse_i), lse_i = log sum_j exp(s_ij), over the keys j
+    in lo_i .. hi_i - 1, with s_ij = scale q_i . k_j, capped to softcap tanh(s_ij / softcap). Of an
+    empty range o_i is 0 and lse_i -inf. q [B, Tq, H, d], k and v [B, Tk, Hkv, d], H a multiple of
+    Hkv (query head h uses key head h // (H / Hkv)); lo and hi [B, Tq] integers; lo None is 0, hi
+    None is i + 1 (causal), hi an int is the same for all; scale None is 1 / sqrt(d).
+    -> o [B, Tq, H, d], lse [B, H, Tq]."""
+    lo, hi = (x[:, None, :, None] for x in limits(q, k, lo, hi))
     q_, k_, v_ = (t.to(wide(q.dtype)).transpose(1, 2) for t in (q, k, v))
-    k_, v_ = (t.repeat_interleave(H // k.shape[2], 1) for t in (k_, v_))
-    key = torch.arange(T, device=q.device)
-    seen = key <= key[:, None]
-    if lo is not None:
-        seen = seen & (key >= lo[:, None, :, None])
-    s = (q_ @ k_.transpose(2, 3) / math.sqrt(d)).masked_fill(~seen, -math.inf)
-    return (s.softmax(-1) @ v_).transpose(1, 2).to(q.dtype)
+    k_, v_ = (t.repeat_interleave(q.shape[2] // k.shape[2], 1) for t in (k_, v_))
+    key = torch.arange(k.shape[1], device=q.device)
+    s = q_ @ k_.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s.masked_fill((key < lo) | (key >= hi), -math.inf)
+    lse = s.logsumexp(-1)
+    p = (s - lse.clamp(min=torch.finfo(s.dtype).min).unsqueeze(-1)).exp()
+    return (p @ v_).transpose(1, 2).to(q.dtype), lse
 
 
 def gather_rows(x, i, j, n_kv):
@@ -228,17 +239,42 @@ def scatter_rows_(x, y, i, j, n_kv):
     x[:, i:j].unflatten(2, (n_kv, -1)).copy_(y)
 
 
-def row_probabilities(q, k, lo, i, j):
-    """softmax(q k^T / sqrt(d)) of the rows i .. j, which see keys up to j only.
-    q [B n_kv, group (j-i), d], k [B n_kv, T, d], lo [B, T] or None -> [B n_kv, group (j-i), j]."""
-    s = q.new_empty(q.shape[0], q.shape[1], j)
-    s = torch.baddbmm(s, q, k[:, :j].transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
-    tile = s.unflatten(1, (-1, j - i))  # [B n_kv, group, j-i, j]
-    tile[..., i:] += s.new_full((j - i, j - i), -math.inf).triu_(1)
-    if lo is not None:
-        hidden = torch.arange(j, device=s.device) < lo[:, i:j, None]
-        tile.unflatten(0, (lo.shape[0], -1)).masked_fill_(hidden[:, None, None], -math.inf)
-    return torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.softmax(-1)
+def rows_of(x, i, j, n_kv):
+    """Rows i .. j of what has a number for each head, [B, H, T]: [B n_kv, H/n_kv (j-i), 1]."""
+    return x[:, :, i:j].reshape(x.shape[0] * n_kv, x.shape[1] // n_kv * (j - i), 1)
+
+
+def row_blocks(q, k, hi, bounds):
+    """(i, j, a, b): the queries i .. j-1 see keys among a .. b-1 only."""
+    rows = 1024 if q.is_cuda else 256 if q.element_size() == 2 else 64
+    for i in range(0, q.shape[1], rows):
+        j = min(i + rows, q.shape[1])
+        a, b = 0, j if hi is None else k.shape[1]
+        if bounds is not None:
+            begin, end = (x[i:j] for x in bounds)
+            some = begin < end
+            a, b = (int(begin[some].min()), int(end[some].max())) if some.any() else (0, 0)
+        yield i, j, a, b
+
+
+def row_scores(q, k, lo, hi, block, scale, softcap):
+    """The scores of a block of rows, -inf where a key is not seen, and d score / d (q . k) / scale.
+    q [B n_kv, group (j-i), d], k [B n_kv, T, d] -> [B n_kv, group (j-i), b-a], None without cap."""
+    (i, j, a, b), slope = block, None
+    s = q.new_empty(q.shape[0], q.shape[1], b - a)
+    s = torch.baddbmm(s, q, k[:, a:b].transpose(1, 2), beta=0, alpha=scale)
+    if softcap is not None:
+        s.div_(softcap).tanh_()
+        slope = 1 - s.square()
+        s.mul_(softcap)
+    if hi is None:
+        s.unflatten(1, (-1, j - i))[..., i - a :] += s.new_full((j - i, j - i), -math.inf).triu_(1)
+    key = torch.arange(a, b, device=s.device)
+    for limit, beyond in ((lo, torch.lt), (hi, torch.ge)):
+        if torch.is_tensor(limit):
+            tile = s.view(len(limit), -1, j - i, b - a)
+            tile.masked_fill_(beyond(key, limit[:, i:j, None])[:, None], -math.inf)
+    return s, slope
 
 
 def add_product_(out, a, b, alpha=1.0):
@@ -247,73 +283,144 @@ def add_product_(out, a, b, alpha=1.0):
     out.add_(torch.bmm(a, b), alpha=alpha)
 
 
+def rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept):
+    """Blocks of queries against the keys that any of them sees: most of what is masked is never
+    computed, and no T x T matrix exists. p goes to the list `kept`, if there is one."""
+    n_kv = k.shape[2]
+    kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))  # [B n_kv, T, d]
+    o = torch.empty_like(q)  # with the strides of q, which tp has chosen
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))
+    for i, j, a, b in row_blocks(q, k, hi, bounds):
+        if a == b:
+            o[:, i:j], lse[:, :, i:j] = 0, -math.inf
+            continue
+        p, _ = row_scores(gather_rows(q, i, j, n_kv), kt, lo, hi, (i, j, a, b), scale, softcap)
+        top = p.amax(-1, keepdim=True).clamp_(min=torch.finfo(p.dtype).min)  # of none: not -inf
+        total = p.sub_(top).exp_().sum(-1, keepdim=True, dtype=lse.dtype)
+        lse[:, :, i:j] = (total.log() + top).view(lse[:, :, i:j].shape)
+        p.div_(total.clamp_(min=1))  # the largest has given 1
+        scatter_rows_(o, torch.bmm(p, vt[:, a:b]), i, j, n_kv)
+        if kept is not None:
+            kept.append(p)
+    return o, lse
+
+
+def rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept):
+    """p = exp(s - lse)   dv = p^T do   dp = do v^T   ds = p (dp - delta)   dq = ds k   dk = ds^T q.
+    p is made again, unless it was kept."""
+    (B, _, _, d), n_kv = q.shape, k.shape[2]
+    kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))
+    dk, dv = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (kt, vt))
+    dq, lse = torch.zeros_like(q), lse.clamp(min=torch.finfo(lse.dtype).min)
+    blocks = (block for block in row_blocks(q, k, hi, bounds) if block[2] < block[3])
+    for n, (i, j, a, b) in enumerate(blocks):
+        qb, dob = gather_rows(q, i, j, n_kv), gather_rows(do, i, j, n_kv)
+        if kept:
+            p, slope = kept[n], None
+        else:
+            p, slope = row_scores(qb, kt, lo, hi, (i, j, a, b), scale, softcap)
+            p.sub_(rows_of(lse, i, j, n_kv)).exp_()
+        ds = torch.bmm(dob, vt[:, a:b].transpose(1, 2))
+        add_product_(dv[:, a:b], p.transpose(1, 2), dob)
+        ds.sub_(rows_of(delta, i, j, n_kv)).mul_(p)
+        ds = ds if slope is None else ds.mul_(slope)
+        scatter_rows_(dq, torch.bmm(ds, kt[:, a:b]), i, j, n_kv)
+        add_product_(dk[:, a:b], ds.transpose(1, 2), qb, alpha=scale)
+    return dq.mul_(scale), *(t.view(B, n_kv, k.shape[1], d).transpose(1, 2) for t in (dk, dv))
+
+
+def fused(q, k, lo, hi, softcap):
+    """Is this for torch's own kernel: the plain causal or full square, and on a CPU a long one?"""
+    plain = lo is None and (hi is None or not torch.is_tensor(hi)) and softcap is None
+    if q.is_cuda:
+        return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0
+    return plain and (max(q.shape[1], k.shape[1]) > SHORT or emulated(q))
+
+
+def fused_forward(q, k, v, causal, scale):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    op = op if q.is_cuda else torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    o, lse = op(q, k, v, 0.0, causal, scale=scale)[:2]
+    return o.transpose(1, 2), lse
+
+
+def fused_backward(do, q, k, v, o, lse, causal, scale):
+    do, q, k, v, o = (t.transpose(1, 2) for t in (do, q, k, v, o))
+    if q.is_cuda:
+        none = q.new_empty(0, dtype=torch.int64)  # the random state of a dropout that there is not
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
+            scale=scale)
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, causal, scale=scale)
+    return [g.transpose(1, 2) for g in grads]
+
+
+def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None):
+    """See attention: (o, lse) without autograd, o in q.dtype or wider."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if fused(q, k, lo, hi, softcap):
+        return fused_forward(q, k, v, hi is None, scale)
+    if emulated(q):
+        q, k, v = q.float(), k.float(), v.float()
+    return rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept)
+
+
+def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None, scale=None,
+                       softcap=None, kept=()):
+    """(dq, dk, dv), each in q.dtype or wider. o and lse may be merged from more keys than these:
+    the part of the gradients that goes through these keys. delta [B, H, Tq]: see row_sums; where
+    the gradient of lse was subtracted from it, o is to be None, as torch's kernel does not know."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if o is not None and fused(q, k, lo, hi, softcap):
+        return fused_backward(do, q, k, v, o, lse, hi is None, scale)
+    if emulated(q):
+        do, q, k, v = do.float(), q.float(), k.float(), v.float()
+    delta = delta.to(q.dtype)
+    return rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
+
+
+def row_sums(do, o):
+    """sum over channels of do o, [B, T, H, d] -> [B, H, T] in float32: what a row's dp has on
+    average, which the softmax takes away."""
+    return (do.to(wide(o.dtype)) * o).sum(-1).transpose(1, 2)
+
+
 class _Attention(torch.autograd.Function):
-    """Blocks of `rows` queries against the keys up to the block's end: most of the masked half is
-    never computed, and no T x T matrix exists. With `keep` the probabilities stay for the backward
-    (T^2 / 2 per head), without it they are made again.
-
-        p = softmax(s)   o = p v   dv = p^T do   dp = do v^T   ds = p (dp - rowsum(do o))"""
-
     @staticmethod
-    def forward(ctx, q, k, v, lo, rows, keep):
-        T, n_kv = q.shape[1], k.shape[2]
-        kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))  # [B n_kv, T, d]
-        o = torch.empty_like(q)  # with the strides of q, which tp has chosen
-        kept = []
-        for i in range(0, T, rows):
-            j = min(i + rows, T)
-            p = row_probabilities(gather_rows(q, i, j, n_kv), kt, lo, i, j)
-            scatter_rows_(o, torch.bmm(p, vt[:, :j]), i, j, n_kv)
-            if keep:
-                kept.append(p)
-        ctx.save_for_backward(q, kt, vt, lo, o, *kept)
-        ctx.rows, ctx.n_kv = rows, n_kv
-        return o
+    def forward(ctx, q, k, v, lo, hi, keep, options):
+        kept = [] if keep and max(q.shape[1], k.shape[1]) <= SHORT else None
+        o, lse = attention_forward(q, k, v, lo, hi, *options, kept)
+        o = o.to(q.dtype)
+        hi_ = hi if torch.is_tensor(hi) else None
+        ctx.save_for_backward(q, k, v, o, lse, lo, hi_, *(kept or ()))
+        ctx.hi, ctx.options = None if torch.is_tensor(hi) else hi, options
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do):
-        q, kt, vt, lo, o, *kept = ctx.saved_tensors
-        (B, T, _, d), n_kv, rows = q.shape, ctx.n_kv, ctx.rows
-        delta = (do.to(wide(q.dtype)) * o).sum(-1, keepdim=True).to(q.dtype)
-        dq = q.new_empty(q.shape)
-        dk, dv = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (kt, vt))
-        for b, i in enumerate(range(0, T, rows)):
-            j = min(i + rows, T)
-            qb, dob = gather_rows(q, i, j, n_kv), gather_rows(do, i, j, n_kv)
-            p = kept[b] if kept else row_probabilities(qb, kt, lo, i, j)
-            ds = torch.bmm(dob, vt[:, :j].transpose(1, 2))
-            add_product_(dv[:, :j], p.transpose(1, 2), dob)
-            ds.sub_(gather_rows(delta, i, j, n_kv)).mul_(p)
-            scatter_rows_(dq, torch.bmm(ds, kt[:, :j]), i, j, n_kv)
-            add_product_(dk[:, :j], ds.transpose(1, 2), qb, alpha=d**-0.5)
-        dq.mul_(d**-0.5)
-        dk, dv = (t.to(q.dtype).view(B, n_kv, T, d).transpose(1, 2) for t in (dk, dv))
-        return dq, dk, dv, None, None, None
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, lo, hi, *kept = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        delta = row_sums(do, o)
+        if dlse is not None:
+            delta, o = delta - dlse, None
+        hi = ctx.hi if hi is None else hi
+        grads = attention_backward(do, q, k, v, o, lse, delta, lo, hi, *ctx.options, kept)
+        return *(g.to(q.dtype) for g in grads), None, None, None, None
 
 
-def fused_attention(q, k, v):
-    """torch's fused causal kernel. Grouped heads by copies where it has no kernel for groups."""
-    grouped = q.shape[2] != k.shape[2]
-    if grouped and q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
-        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-        grouped = False
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return o.transpose(1, 2)
-
-
-def attention(q, k, v, lo=None, keep=True):
-    """See attention_ref. Plain causal goes to torch's fused kernel, except short sequences on a
-    CPU, where row blocks are faster; intervals always go in row blocks. `keep`: row blocks of a
-    short sequence keep their probabilities for the backward."""
-    T, cpu = q.shape[1], q.device.type == "cpu"
-    if lo is None and (not cpu or T > SHORT or emulated(q)):
-        return fused_attention(q, k, v)
-    if emulated(q):
-        return attention(q.float(), k.float(), v.float(), lo, keep).to(q.dtype)
-    rows = (256 if q.element_size() == 2 else 64) if cpu else 1024
-    return _Attention.apply(q, k, v, lo, rows, keep and T <= SHORT)
+def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, keep=True):
+    """See attention_ref; lo and hi [1, Tq] are those of all sequences. The plain causal or full
+    square goes to torch's fused kernel, except short ones on a CPU, where row blocks are faster;
+    intervals go in row blocks. `bounds` is what the host knows of lo and hi: two numpy arrays [Tq],
+    the lowest lo and the highest hi in the batch; keys outside are not computed. `keep`: row blocks
+    of a short sequence keep their probabilities for the backward (T^2 / 2 per head); without it
+    they are made again."""
+    return _Attention.apply(q, k, v, lo, hi, keep and softcap is None, (bounds, scale, softcap))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -461,7 +568,7 @@ def main():
         ("rms_norm", rms_norm(x, w, 1e-5), rms_norm_ref(x, w, 1e-5)),
         ("rotary", rotary(q, k, cos, sin)[0], rotary_ref(q, k, cos, sin)[0]),
         ("swiglu", swiglu(gate, x), swiglu_ref(gate, x)),
-        ("attention", attention(q, k, v), attention_ref(q, k, v)),
+        ("attention", attention(q, k, v)[0], attention_ref(q, k, v)[0]),
         ("cross-entropy", (m + s.log() - hit).sum(), linear_cross_entropy_ref(x, table, targets)),
     ]
     print("operation              largest value    largest difference from the definition")

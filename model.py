@@ -13,7 +13,8 @@ A model is a list of blocks (embedding, layers, head); each maps [B, T, D] to [B
 Tensor parallelism is the four calls named enter and leave: between them every rank holds the whole
 sequence and its share of the heads and of the MLP; outside them every rank holds its share of the
 sequence. With one rank enter is the plain products, leave does nothing, and what remains is the
-plain model.
+plain model. With context parallelism "the sequence" is a rank's part of it everywhere but in
+attention, which is then that over a ring of ranks, or by heads.
 
 The choices in the config make it GPT-2 (layernorm, learned positions, gelu, bias, tied), Llama
 (rmsnorm, rotary, swiglu, grouped heads) or Qwen3 (and qk_norm).
@@ -41,8 +42,11 @@ from parallel import (
     Chunk,
     all_gather,
     all_reduce,
+    attention_steps,
     balance,
     build_mesh,
+    chunks_of,
+    cut_sequence,
     declare,
     enter,
     key64,
@@ -56,8 +60,10 @@ from parallel import (
     positions_of,
     program,
     random_bits,
+    ring_attention,
     run,
     shift_right,
+    ulysses,
 )
 
 
@@ -71,6 +77,7 @@ class ModelConfig:
     n_kv_head: int
     d_head: int | None
     d_ff: int
+    window: int | list | None
     vocab_size: int
     max_len: int
     norm: str
@@ -101,6 +108,12 @@ class ModelConfig:
         check(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be in [0, 1)")
         check(self.positions != "rotary" or self.d_head % 2 == 0, "model.d_head", self.d_head,
               "must be even for rotary positions")
+        windows = self.window if isinstance(self.window, list) else [self.window]
+        check(0 < len(windows) <= self.n_layer
+              and all(w is None or type(w) is int and w >= 1 for w in windows),
+              "model.window", self.window, "must be null, a number of keys from 1, or a list of "
+              f"these for the first layers, repeated, of at most model.n_layer = {self.n_layer}")
+        self.windows = [windows[i % len(windows)] for i in range(self.n_layer)]
         for key, legal in (("norm", ("rmsnorm", "layernorm")), ("positions", ("rotary", "learned")),
                            ("activation", ("swiglu", "gelu"))):
             check(getattr(self, key) in legal, f"model.{key}", getattr(self, key),
@@ -119,10 +132,10 @@ def check(ok, key, value, rule):
 class Micro(NamedTuple):
     """One microbatch on the device, and what the blocks need to know of it."""
 
-    tokens: torch.Tensor  # [B, T] int64
+    tokens: torch.Tensor  # [B, T] int64; T here and below: this cp rank's part of the sequence
     targets: torch.Tensor | None  # [B, T] int64, -100 where nothing is to be predicted
-    pos: torch.Tensor  # [T/tp] or [B, T/tp] int64, of this tp rank's part of the sequence
-    lo: torch.Tensor | None  # [B, T] int32, the first key each query sees; None: causal
+    pos: torch.Tensor  # [1, T/tp] or [B, T/tp] int64, of this tp rank's part of that
+    steps: dict  # window -> what attention_steps gives
     cos: torch.Tensor | None  # [T, d_head/2], or [B, T, d_head/2] where pos is given
     sin: torch.Tensor | None
     scale: torch.Tensor | None  # 0-d: what the gradient of the summed loss is multiplied by
@@ -168,9 +181,10 @@ class Attention(nn.Module):
     With fewer of these than tp ranks, their weights are whole everywhere, and a rank computes the
     one head that its queries need."""
 
-    def __init__(self, cfg, mesh, keep_gathered):
+    def __init__(self, cfg, mesh, keep_gathered, window, cp_mode):
         super().__init__()
         self.mesh, self.d_head, self.rotary = mesh, cfg.d_head, cfg.positions == "rotary"
+        self.window, self.cp_mode = window, cp_mode
         self.keep, self.enter, self.leave = keep_gathered, enter, leave
         tp = mesh.size["tp"]
         d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
@@ -201,8 +215,20 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = kernels.rotary(q, k, micro.cos, micro.sin)
-        out = kernels.attention(q, k, v, micro.lo, keep=cheap is plain).flatten(2)
+        out = self.attend(q, k, v, micro, cheap is plain).flatten(2)
         return self.leave(out, self.o.weight, self.o.bias, self.mesh, later)
+
+    def attend(self, q, k, v, micro, keep):
+        """Attention over the whole sequence, of which this cp rank has a part: local heads."""
+        steps = micro.steps[self.window]
+        if len(steps) > 1:
+            functions = kernels.attention_forward, kernels.attention_backward
+            return ring_attention(functions, q, k, v, steps, self.mesh)
+
+        def whole(q, k, v):
+            return kernels.attention(q, k, v, *steps[0][2:], keep=keep)[0]
+
+        return whole(q, k, v) if self.mesh.size["cp"] == 1 else ulysses(whole, q, k, v, self.mesh)
 
 
 class MLP(nn.Module):
@@ -274,10 +300,10 @@ class Remake:
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg, mesh, number, keep_gathered):
+    def __init__(self, cfg, mesh, number, keep_gathered, cp_mode):
         super().__init__()
         self.attn_norm = Norm(cfg, cfg.d_model)
-        self.attn = Attention(cfg, mesh, keep_gathered)
+        self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number], cp_mode)
         self.mlp_norm = Norm(cfg, cfg.d_model)
         self.mlp = MLP(cfg, mesh, keep_gathered)
         self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
@@ -344,9 +370,12 @@ class Head(nn.Module):
             scratch=self.scratch)
 
     def logits(self, x, at):
-        """Of position `at`, for every rank: x [B, T/tp, D] -> [B, V] in float32, without padding
-        of the vocabulary. All-gathers over tp of x and of the logits."""
-        x = all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")[at]  # [B, D]
+        """Of one position, for every rank: x [B, T/tp, D] -> [B, V] in float32, without padding of
+        the vocabulary. `at`: its index here, None where another cp rank has it. All-gathers over tp
+        of x and of the logits, a sum over cp."""
+        x = all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")  # [T, B, D]
+        x = torch.zeros_like(x[0]) if at is None else x[at]
+        x = all_reduce(self.mesh, x, "cp", what="sampling")
         logits = all_gather(self.mesh, F.linear(self.weight, x), "tp", "sampling")  # [rows, B]
         logits = logits[: self.vocab].t().float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -358,15 +387,17 @@ class Transformer(nn.Module):
     pipeline, the first begins with the embedding, the last ends with the head. Build it on the
     meta device: `build` gives it storage."""
 
-    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None):
+    def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None,
+                 cp_mode="ring"):
         super().__init__()
-        self.cfg, self.mesh, stages = cfg, mesh, stages or [cfg.n_layer]
+        self.cfg, self.mesh, self.cp_mode = cfg, mesh, cp_mode
+        stages = stages or [cfg.n_layer]
         p, rank, bounds = mesh.size["pp"], mesh.coord["pp"], [0, *accumulate(stages)]
         self.layers, self.names, self.chunks = nn.ModuleDict(), [], []
         for s in range(rank, len(stages), p):
             numbers, first, last = range(*bounds[s : s + 2]), len(self.names), s == len(stages) - 1
             for i in numbers:
-                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered)
+                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered, cp_mode)
             self.names += ["embed"] * (s == 0) + [f"layers.{i}" for i in numbers] + ["head"] * last
             self.chunks.append(Chunk(range(first, len(self.names)), last))
         rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this tp rank
@@ -378,23 +409,27 @@ class Transformer(nn.Module):
             self.head = Head(cfg, mesh, head.weight, loss_chunk)
         # a weight of two stages is a block of its own, so that both cut it into the same shards
         self.shared = [("embed.tokens", table)] * (cfg.tied and p > 1 and rank in (0, p - 1))
-        self.tables = (None, None)
+        self.tables, self.in_graph = (None, None), False
+        self.parts = chunks_of(mesh.size["cp"], 0, cp_mode)[1] * mesh.size["tp"]  # of a sequence
 
     def named_blocks(self):
         return [(name, self.get_submodule(name)) for name in self.names]
 
     def functions(self, compiled=False, selective=False, split=False):
-        """One function (x, micro, later) -> x for each block. Compiled, all layers share one
-        compilation: what differs between them enters as tensors. Communication, and products whose
-        weight gradients a schedule puts off (`split`), stay outside."""
+        """One function (x, micro, later) -> x for each block. Compiled, all layers of one window
+        share a compilation: what differs between them enters as tensors. Communication, and
+        products whose weight gradients a schedule puts off (`split`), stay outside."""
         forward = Layer.selective if selective else Layer.forward
-        whole = self.mesh.size["tp"] == 1 and not split
+        alone, at_once = self.mesh.size["cp"] == 1, self.mesh.size["tp"] == 1 and not split
+        self.in_graph = compiled and alone
         if compiled:
-            forward = torch.compile(forward, dynamic=False, fullgraph=whole)
-        for layer in self.layers.values() if compiled and not whole else ():
-            for part in (layer.attn, layer.mlp):
+            forward = torch.compile(forward, dynamic=False, fullgraph=at_once and alone)
+        for layer in self.layers.values() if compiled else ():
+            for part in () if at_once else (layer.attn, layer.mlp):
                 part.enter, part.leave = map(torch.compiler.disable, (enter, leave))
-        at_once = compiled and whole  # then a graph makes the weights' gradients as well
+            if not alone:
+                layer.attn.attend = torch.compiler.disable(layer.attn.attend)
+        at_once = compiled and at_once  # then graphs make the weights' gradients as well
         return [block if not isinstance(block, Layer) else lambda x, micro, later, layer=block:
                 forward(layer, x, micro, None if at_once else later)
                 for _, block in self.named_blocks()]
@@ -405,27 +440,38 @@ class Transformer(nn.Module):
         return torch.empty(B, T // self.mesh.size["tp"], self.cfg.d_model, dtype=self.dtype,
                            device=self.mesh.device)
 
-    def micro(self, tokens, targets=None, pos=None, lo=None, scale=None, drop_key=None,
+    def micro(self, tokens, targets=None, pos=None, lo=None, seen=None, scale=None, drop_key=None,
               sample=None):
-        """Complete a microbatch: rotary tables at its positions, and what belongs to this tp
-        rank's part of the sequence: positions, numbers for dropout."""
-        T, (cos, sin) = tokens.shape[1], self.tables
+        """Complete a microbatch of whole sequences: cut out what belongs to this cp and tp rank,
+        and add what attention sees, rotary tables at the positions, numbers for dropout. `lo`,
+        `seen`: of documents, see attention_steps."""
+        def mine(x):
+            return x if x is None else cut_sequence(x, self.mesh, self.cp_mode)
+
+        T, device, (cos, sin) = tokens.shape[1], tokens.device, self.tables
+        c, rank, at = self.mesh.size["cp"], self.mesh.coord["cp"], torch.arange(T, device=device)
+        at, pos = mine(at.unsqueeze(0)), mine(pos)  # [1, T/c], [B, T/c]
+        lo = mine(lo) if self.cp_mode == "ring" else lo
+        steps = {w: attention_steps(T, c, rank, self.cp_mode, device, lo, seen, w)
+                 for w in {self.cfg.windows[int(i)] for i in self.layers}}
+        if self.in_graph:  # a graph for every batch is too much for what the host knows of it
+            steps = {w: [step._replace(bounds=None)] for w, [step] in steps.items()}
         if cos is not None:
-            cos, sin = (t[:T] if pos is None else t[pos] for t in (cos, sin))
-        at = torch.arange(T, device=tokens.device).unsqueeze(0)
+            plain_at = slice(0, T) if c == 1 else at[0]
+            cos, sin = (t[plain_at if pos is None else pos] for t in (cos, sin))
         drop_key, drop_index = drop_key if self.cfg.dropout > 0 else None, None
         if drop_key is not None:
             drop_index = positions_of(sample.unsqueeze(1) * T + at, self.mesh)
         pos = positions_of(at if pos is None else pos, self.mesh)
-        return Micro(tokens, targets, pos, lo, cos, sin, scale, drop_key, drop_index)
+        return Micro(mine(tokens), mine(targets), pos, steps, cos, sin, scale, drop_key, drop_index)
 
 
 def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None,
-          **sharding):
+          cp_mode="ring", **sharding):
     """Meta model -> storage. Returns (model, Blocks), weights still zero. `sharding`: the options
     of Blocks."""
     with torch.device("meta"):
-        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered, stages)
+        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered, stages, cp_mode)
     model.dtype, p = dtype, mesh.size["pp"]
     twin = {0: p - 1, p - 1: 0}.get(mesh.coord["pp"]) if cfg.tied and p > 1 else None
     blocks = Blocks(model.named_blocks(), mesh, dtype, shared=model.shared, twin=twin, **sharding)
@@ -507,11 +553,13 @@ def cut(cfg, n_stage, seq_len):
 
 def flops_per_token(cfg, seq_len):
     """Floating-point operations of forward and backward for one token: 6 for each weight of a
-    matrix product, and causal attention, where a query sees (seq_len + 1) / 2 keys on average."""
+    matrix product, and attention, where a query sees (seq_len + 1) / 2 keys on average, or with a
+    window of w its last w."""
     d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
     mlp = (3 if cfg.activation == "swiglu" else 2) * cfg.d_model * cfg.d_ff
     layer = 2 * cfg.d_model * d_q + 2 * cfg.d_model * d_kv + mlp
-    attention = 12 * cfg.n_layer * d_q * (seq_len + 1) / 2
+    keys = [min(w or seq_len, seq_len) for w in cfg.windows]
+    attention = sum(12 * d_q * w * (seq_len - (w - 1) / 2) / seq_len for w in keys)
     return 6 * (cfg.n_layer * layer + cfg.d_model * cfg.vocab_size) + attention
 
 
@@ -547,14 +595,17 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
     for _ in range(n):
         context = tokens[:, -model.cfg.max_len :]
         last, pos = context.shape[1] - 1, None
-        if extra := -context.shape[1] % model.mesh.size["tp"]:  # to a length that tp divides: what
+        if extra := -context.shape[1] % model.parts:  # to a length that the ranks can share: what
             context = F.pad(context, (0, extra))  # comes after the last token changes nothing
             pos = torch.arange(context.shape[1], device=tokens.device).clamp(max=last)
             pos = pos.expand(context.shape)
         micro, fns = model.micro(context, pos=pos), model.functions()
         token = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        held = torch.arange(context.shape[1]).unsqueeze(0)
+        held = cut_sequence(held, model.mesh, model.cp_mode)[0].tolist()
+        at = held.index(last) if last in held else None
         if model.chunks[-1].last:
-            fns[-1] = lambda x, micro, later, at=last: model.head.logits(x, at)
+            fns[-1] = lambda x, micro, later, at=at: model.head.logits(x, at)
         logits = run(schedule, fns, blocks, [micro], chunks=model.chunks, empty=model.empty)
         if model.chunks[-1].last:
             token = pick(logits, temperature, top_k, top_p, generator)

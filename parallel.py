@@ -18,6 +18,9 @@ does in backward.
     enter   all-gather the sequence (tp)    reduce-scatter the gradient,   N (n-1)/n each,
                                             all-gather the sequence again  N: the gathered size
     leave   reduce-scatter the sum (tp)     all-gather the gradient        N (n-1)/n each way
+    ring    keys, values go round (cp)      they and their gradients do    N (n-1) each,
+                                                                           N: of one rank
+    swap    sequence for heads (cp)         heads for sequence             N (n-1)/n each way
 
 With one rank on an axis each of them is the identity, and no collective is called: one process is
 the specification that every layout has to reproduce.
@@ -37,6 +40,7 @@ from datetime import timedelta
 from itertools import accumulate, product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -243,6 +247,33 @@ def reduce_scatter(mesh, x, axis, what=""):
     if mesh.size[axis] == 1:
         return x
     return reduce_scatter_start(mesh, x.contiguous(), axis, what).wait().to(x.dtype)
+
+
+def all_to_all_start(mesh, x, axis, what=""):
+    """Start to send x[i] to rank i of `axis`: the handle gives a tensor whose [i] is what rank i
+    sent here. Sends N (n-1)/n bytes of N."""
+    n, out = mesh.size[axis], torch.empty_like(x)
+    assert x.is_contiguous() and x.shape[0] == n, (x.shape, x.stride(), n)
+    count(mesh, axis, "all_to_all", x.numel() * x.element_size() * (n - 1) // n, what)
+    work = dist.all_to_all_single(out, x, group=mesh.group[axis], async_op=True)
+    return Handle(work, lambda: out)
+
+
+def shift_start(mesh, x, axis, what=""):
+    """Start to send x to the next rank of the ring that `axis` is; the handle gives that of the one
+    before. x must stay as it is until then. Sends N bytes of N."""
+    count(mesh, axis, "shift", x.numel() * x.element_size(), what)
+    out, n, rank, group = torch.empty_like(x), mesh.size[axis], mesh.coord[axis], mesh.group[axis]
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % n)])
+
+    def finish():
+        for work in works:
+            work.wait()
+        return out
+
+    return Handle(None, finish)
 
 
 class Sending:
@@ -1101,6 +1132,219 @@ def check_replicas(blocks):
         mine = torch.stack([x for x, p in every if p.block == len(blocks.sizes) - 1])
         if not torch.equal(mine, swap(mesh, mine, blocks.twin, "tied")):
             raise RuntimeError("the tied weight differs between the first and the last stage")
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. Context parallelism: c ranks share each sequence
+#
+#     ring       rank r holds chunks r and 2c-1-r of 2c. Keys and values go round: in step i it
+#                computes with those of rank r-i, while the next ones are on their way
+#     ulysses    rank r holds chunk r of c. For attention it changes them for the whole sequence of
+#                1/c of the heads, and back
+#
+#     who holds what of 8 tokens, c = 2:    ring 0 0 1 1 1 1 0 0    ulysses 0 0 0 0 1 1 1 1
+#
+# Causal attention is a triangle: with two chunks, one from each end, all ranks have equal work in
+# every step. And a query that sees an unbroken range of keys sees, among those that a rank holds
+# (in their order), an unbroken range too: a pair of limits describes each step, whatever the mask.
+
+
+def chunks_of(c, rank, mode):
+    """The numbers of the chunks that a rank holds, and of how many."""
+    return ((rank, 2 * c - 1 - rank), 2 * c) if mode == "ring" and c > 1 else ((rank,), c)
+
+
+def cut_sequence(x, mesh, mode):
+    """What this cp rank holds of [B, T, ...]: [B, T/c, ...]."""
+    mine, n = chunks_of(mesh.size["cp"], mesh.coord["cp"], mode)
+    assert x.shape[1] % n == 0, (x.shape, n)
+    return x if n == 1 else torch.cat([x.chunk(n, 1)[i] for i in mine], 1)
+
+
+class Step(NamedTuple):
+    """Attention of some queries to some keys, both slices of what two ranks hold, and the limits
+    within the slice of the keys as kernels.attention takes them: lo, hi, and what the host knows
+    of them."""
+
+    q: slice
+    k: slice
+    lo: object
+    hi: object
+    bounds: object
+
+
+def attention_steps(T, c, rank, mode, device, lo=None, seen=None, window=None):
+    """[Step, or None where no query sees a key] for the keys of each rank of the ring; one Step
+    where attention sees the whole sequence (c = 1, ulysses). Query i sees keys lo_i .. i, at most
+    `window` of them. lo [B, T/c] int32 on the device, of this rank's queries; `seen` [2, T], numpy:
+    of each position the lowest and highest lo in the batch. Routing and skipping use that: no
+    tensor is read back."""
+    c, rank = (1, 0) if mode == "ulysses" else (c, rank)
+    if lo is None and (window is None or window >= T):
+        return [plain_step(rank, other, T // (2 * c)) for other in range(c)]
+    held = []  # of each rank: where its chunks begin, and how long they are
+    for other in range(c):
+        chunks, n = chunks_of(c, other, mode)
+        held.append(([i * (T // n) for i in chunks], T // n))
+    where = [np.concatenate([np.arange(a, a + n) for a in starts]) for starts, n in held]
+    low, high = np.zeros((2, T), np.int64) if seen is None else seen
+    if window is not None:
+        low, high = (np.maximum(x, np.arange(T) - window + 1) for x in (low, high))
+    at = torch.from_numpy(where[rank]).to(device, torch.int32).unsqueeze(0)  # [1, T/c]
+    first = at * 0 if lo is None else lo
+    first = first if window is None else torch.maximum(first, at - window + 1)
+    return [masked_step(where[rank], where[other], held[other], low, high, first, at, other == rank)
+            for other in range(c)]
+
+
+def plain_step(rank, other, n):
+    """Causal attention, chunks of n: to the own keys as they lie; to those of a rank before, all
+    queries to the first chunk; to those of a rank after, the second half of the queries to all."""
+    every = slice(None)
+    if other == rank:
+        return Step(every, every, None, None, None)
+    if other < rank:
+        return Step(every, slice(0, n), None, n, None)
+    return Step(slice(n, None), every, None, 2 * n, None)
+
+
+def masked_step(mine, theirs, held, low, high, first, at, own):
+    """Step for queries at the positions `mine` and keys at `theirs`, numpy; these are the chunks
+    `held`. low, high: see `seen`; first, at [B, T/c]: the queries' first keys and positions."""
+    begin, begin_last = (np.searchsorted(theirs, x[mine]) for x in (low, high))
+    end = np.searchsorted(theirs, mine, "right")
+    busy = np.flatnonzero(begin < end)
+    if not len(busy):
+        return None
+    q = k = slice(0, len(mine))
+    if not own:
+        q = slice(int(busy[0]), int(busy[-1]) + 1)
+        k = slice(int(begin[busy].min()), int(end[busy].max()))
+        if begin_last[q].max() <= k.start and end[q].min() >= k.stop:
+            return Step(q, k, None, k.stop - k.start, None)
+
+    def among(x):  # how many of the keys in k lie before x
+        starts, n = held
+        return (sum((x[:, q] - a).clamp(0, n) for a in starts) - k.start).clamp(0, k.stop - k.start)
+
+    bounds = [(x[q] - k.start).clip(0, k.stop - k.start) for x in (begin, end)]
+    return Step(q, k, among(first), None if own else among(at + 1), bounds)
+
+
+def attention_work(T, c, mode, lo, window=None):
+    """(query, key) pairs that each cp rank computes, of all sequences. lo [B, T], numpy."""
+    at = np.arange(T)
+    first = lo if window is None else np.maximum(lo, at - window + 1)
+    pairs = (at + 1 - first).sum(0)
+    if mode == "ulysses":  # all of a share of the heads
+        return [int(pairs.sum()) / c] * c
+    chunks = pairs.reshape(chunks_of(c, 0, mode)[1], -1).sum(1)
+    return [int(chunks[list(chunks_of(c, rank, mode)[0])].sum()) for rank in range(c)]
+
+
+def merge_lse(o, lse, o_more, lse_more):
+    """Adds to attention over some keys (o [B, T, H, d] in float32, lse [B, H, T]: both changed)
+    that over more keys. o is the mean of the two with weights exp(lse); of nothing (-inf) 0."""
+    top = torch.maximum(lse, lse_more).clamp(min=torch.finfo(lse.dtype).min)
+    a, b = (lse - top).exp(), (lse_more - top).exp()
+    total = (a + b).clamp(min=1)  # the larger of the two is 1
+    for x in (a, b):
+        x.div_(total)
+    o.mul_(a.transpose(1, 2).unsqueeze(-1)).add_(o_more * b.transpose(1, 2).unsqueeze(-1))
+    lse.copy_(torch.where((a + b) > 0, top + total.log(), -math.inf))
+
+
+class _Ring(torch.autograd.Function):
+    """Backward goes round again; with the keys and values of a rank travel the gradients that the
+    ranks before have made for them. What a rank has for its own stays at home until they arrive."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mesh, steps, attend):
+        c, rank, kv = mesh.size["cp"], mesh.coord["cp"], torch.stack((k, v))
+        kind = torch.promote_types(q.dtype, torch.float32)
+        for i in range(c):
+            step = steps[(rank - i) % c]
+            coming = shift_start(mesh, kv, "cp", "keys") if i < c - 1 else None
+            if step is not None:
+                part, part_lse = attend[0](q[:, step.q], *kv[:, :, step.k], *step[2:])
+            if i == 0:  # every query sees itself
+                o, lse = part.to(kind, copy=True), part_lse.clone()
+            elif step is not None:
+                merge_lse(o[:, step.q], lse[:, :, step.q], part, part_lse)
+            kv = coming.wait() if coming else kv
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.mesh, ctx.steps, ctx.attend = mesh, steps, attend
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        (q, k, v, o, lse), mesh, steps = ctx.saved_tensors, ctx.mesh, ctx.steps
+        c, rank, kind = mesh.size["cp"], mesh.coord["cp"], lse.dtype
+        delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
+        kv, dq, home, travelling = torch.stack((k, v)), q.new_zeros(q.shape, dtype=kind), None, None
+        for i in range(c):
+            step = steps[(rank - i) % c]
+            coming = shift_start(mesh, kv, "cp", "keys") if i < c - 1 else None
+            mine = kv.new_zeros(kv.shape, dtype=kind)
+            if step is not None:
+                rows = [x[:, step.q] for x in (do, q)], [x[:, :, step.q] for x in (lse, delta)]
+                dq_, *dkv = ctx.attend[1](*rows[0], *kv[:, :, step.k], o[:, step.q], *rows[1],
+                                          *step[2:])
+                dq[:, step.q] += dq_
+                for full, part in zip(mine, dkv):
+                    full[:, step.k] = part
+            if travelling:
+                mine += travelling.wait()
+            home, travelling = (mine, None) if i == 0 else (
+                home, shift_start(mesh, mine, "cp", "gradients of keys"))
+            kv = coming.wait() if coming else kv
+        dk, dv = (home + travelling.wait()).to(q.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def ring_attention(attend, q, k, v, steps, mesh):
+    """Attention of this rank's queries to the keys of all: q [B, T/c, H, d], k and v [B, T/c, Hkv,
+    d] -> [B, T/c, H, d]. `attend`: (attention_forward, attention_backward) of kernels.py; `steps`:
+    what attention_steps gives. Over cp, in forward: c-1 shifts of keys and values in their dtype,
+    each posted before the step that it overlaps; in backward as many again, and c-1 of their
+    gradients in float32. Parts are merged, and gradients summed, in float32."""
+    return _Ring.apply(q, k, v, mesh, steps, attend)
+
+
+class _Swap(torch.autograd.Function):
+    """For each x, [B, T/c, H, d] -> [B, T, H/c, d] (to_heads), or back. Backward: the other way."""
+
+    @staticmethod
+    def forward(ctx, mesh, to_heads, *xs):
+        ctx.mesh, ctx.to_heads, c = mesh, to_heads, mesh.size["cp"]
+        going = []
+        for x in xs:  # [c, T/c, B, H/c, d]: a part for each rank
+            x = x.transpose(0, 1)
+            x = (x.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) if to_heads
+                 else x.unflatten(0, (c, -1)))
+            going.append(all_to_all_start(mesh, x.contiguous(), "cp"))
+        xs = [handle.wait() for handle in going]
+        if to_heads:
+            return tuple(x.flatten(0, 1).transpose(0, 1) for x in xs)
+        return tuple(x.permute(2, 1, 0, 3, 4).flatten(2, 3) for x in xs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return None, None, *_Swap.apply(ctx.mesh, not ctx.to_heads, *grads)
+
+
+def ulysses(attention, q, k, v, mesh):
+    """Attention by heads (Jacobs et al. 2023): attention(q, k, v) gets the whole sequence of H/c
+    query heads and the key heads that they need (copied where there are fewer than c). q [B, T/c,
+    H, d], k and v [B, T/c, Hkv, d] -> [B, T/c, H, d]. Over cp: all-to-alls of q, k, v and of the
+    output, and in backward of their gradients."""
+    copies = max(mesh.size["cp"] // k.shape[2], 1)
+    k, v = (x.repeat_interleave(copies, 2) if copies > 1 else x for x in (k, v))
+    o = attention(*_Swap.apply(mesh, True, q, k, v))
+    return _Swap.apply(mesh, False, o)[0]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ TYPES = {  # of the keys whose default does not tell; the others keep the type o
     (float, NULL): "model.logit_softcap optim.grad_clip",
     (str, NULL): "parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
     (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
+    (int, list, NULL): "model.window",
     (int, str): "parallel.dp parallel.fsdp speed.recompute", (bool, str): "speed.compile",
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16,
@@ -128,15 +129,15 @@ def check_config(config, world):
         "optim.schedule": [*SCHEDULES], "speed.dtype": ["auto", *DTYPES],
         "speed.compile": [True, False, "auto"], "parallel.zero": [0, 1, 2, 3],
         "parallel.offload": ["none", "optimizer"], "parallel.schedule": [*parallel.SCHEDULES],
-        "parallel.zero_pp": ["keep", "regather"],
+        "parallel.zero_pp": ["keep", "regather"], "parallel.cp_mode": ["ring", "ulysses"],
         "parallel.reduce_dtype": [None, "float32", "bfloat16"],
     }
     tests = [  # keys, what a value passes unless it is null, the same in words
-        ("parallel.cp parallel.ep", lambda n: n == 1, "only 1 is built so far"),
+        ("parallel.ep", lambda n: n == 1, "only 1 is built so far"),
         ("parallel.dp parallel.fsdp", lambda n: n == "auto" or (isinstance(n, int) and n >= 1),
          "must be at least 1, or auto"),
-        ("parallel.pp parallel.tp parallel.chunks parallel.check_replicas_every train.steps "
-         "train.global_batch train.microbatch train.eval_every train.eval_sequences "
+        ("parallel.pp parallel.cp parallel.tp parallel.chunks parallel.check_replicas_every "
+         "train.steps train.global_batch train.microbatch train.eval_every train.eval_sequences "
          "train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab speed.threads "
          "checkpoint.every checkpoint.keep log.every", lambda n: n >= 1, "must be at least 1"),
         ("parallel.prefetch optim.warmup", lambda n: n >= 0, "must be at least 0"),
@@ -161,6 +162,7 @@ def check_config(config, world):
           "speed.compile=false")
     sizes = parallel.layout_of(world, **{axis: v[f"parallel.{axis}"] for axis in parallel.AXES})
     check_tp(config, sizes["tp"])
+    check_cp(config, sizes["cp"], sizes["tp"])
     check_pp(config["parallel"], config["model"]["n_layer"])
     ranks, batch = sizes["dp"] * sizes["fsdp"], v["train.global_batch"]
     check(batch % ranks == 0, "train.global_batch", batch,
@@ -170,7 +172,7 @@ def check_config(config, world):
 
 def check_tp(config, tp):
     """What a split of the layers over tp ranks asks of the model."""
-    m, seq_len = config["model"], config["data"]["seq_len"]
+    m = config["model"]
     for key in ("n_head", "d_ff"):
         check(m[key] % tp == 0, f"model.{key}", m[key],
               f"parallel.tp = {tp} must divide it: {-(-m[key] // tp) * tp}, say")
@@ -178,8 +180,23 @@ def check_tp(config, tp):
     legal = [n for n in range(1, tp + 1) if kv % n == 0 or n % kv == 0]
     check(kv % tp == 0 or tp % kv == 0, "model.n_kv_head", kv,
           f"parallel.tp = {tp} must divide it or be divided by it: parallel.tp={legal[-1]}, say")
-    check(seq_len % tp == 0, "data.seq_len", seq_len, f"parallel.tp = {tp} must divide it, as the "
-          f"sequence is split between layers: {-(-seq_len // tp) * tp}, say")
+
+
+def check_cp(config, cp, tp):
+    """What a split of the sequence over cp ranks, and of their parts over tp ranks, asks."""
+    m, seq_len, mode = config["model"], config["data"]["seq_len"], config["parallel"]["cp_mode"]
+    parts = math.lcm(parallel.chunks_of(cp, 0, mode)[1], cp * tp)
+    check(seq_len % parts == 0, "data.seq_len", seq_len,
+          f"parallel.cp = {cp} ({mode}) and parallel.tp = {tp} split it: {parts} must "
+          f"divide it: {-(-seq_len // parts) * parts}, say")
+    if mode == "ulysses":
+        heads, kv = m["n_head"] // tp, max(m["n_kv_head"] // tp, 1)
+        check(heads % cp == 0, "model.n_head", m["n_head"],
+              f"ulysses spreads the {heads} of a tp rank over parallel.cp = {cp}: "
+              f"{-(-heads // cp) * cp * tp}, say, or parallel.cp_mode=ring")
+        check(kv % cp == 0 or cp % kv == 0, "model.n_kv_head", m["n_kv_head"],
+              f"parallel.cp = {cp} must divide the {kv} of a tp rank or be divided by them, for "
+              "ulysses: parallel.cp_mode=ring, say")
 
 
 def check_pp(p, n_layer):
@@ -268,8 +285,8 @@ def build(config, mesh):
     p = config["parallel"]
     model, blocks = model_py.build(
         cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"],
-        p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], zero=p["zero"],
-        prefetch=p["prefetch"], reduce_dtype=DTYPES.get(p["reduce_dtype"]),
+        p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], p["cp_mode"],
+        zero=p["zero"], prefetch=p["prefetch"], reduce_dtype=DTYPES.get(p["reduce_dtype"]),
         offload=p["offload"] == "optimizer", hold=p["pp"] > 1 and p["zero_pp"] == "keep")
     model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
@@ -299,8 +316,8 @@ def to_device(run, batch, scale=None, drop_key=None):
     """A microbatch of the loader on the device, completed for the model."""
     put = lambda x: x if x is None else x.to(run.mesh.device, non_blocking=True)  # noqa: E731
     pos = batch.pos if run.config["data"]["mask_documents"] else None
-    return run.model.micro(put(batch.tokens), put(batch.targets), put(pos), put(batch.lo), scale,
-                           drop_key, put(batch.sample))
+    return run.model.micro(put(batch.tokens), put(batch.targets), put(pos), put(batch.lo),
+                           batch.seen, scale, drop_key, put(batch.sample))
 
 
 def next_batch(run, stop):
@@ -574,6 +591,9 @@ def train(run, log, stop):
             profile.step()
         if run.step == log.began[1] + 1 and run.mesh.world > 1:
             say(run, "sent by rank 0 in the first step:\n" + parallel.ledger_table(run.mesh))
+            if run.mesh.size["cp"] > 1:
+                say(run, f"attention in it: the most loaded of {run.mesh.size['cp']} cp ranks had "
+                         f"{attention_load(run, batches):.3f} of the mean")
         last = run.step == t["steps"]
         if t["eval_every"] and run.step % t["eval_every"] == 0 and not last:
             report(run, log)
@@ -582,6 +602,18 @@ def train(run, log, stop):
         if (n := run.config["parallel"]["check_replicas_every"]) and run.step % n == 0:
             parallel.check_replicas(run.blocks)
     return False
+
+
+def attention_load(run, batches):
+    """The work of attention of the most loaded cp rank, over the mean: 1 for causal attention,
+    more where documents are uneven."""
+    mode, work = run.config["parallel"]["cp_mode"], []
+    for batch in batches:
+        lo = (torch.zeros_like(batch.tokens) if batch.lo is None else batch.lo).numpy()
+        work += [parallel.attention_work(lo.shape[1], run.mesh.size["cp"], mode, lo, window)
+                 for window in run.model.cfg.windows]
+    total = [sum(of_rank) for of_rank in zip(*work)]
+    return max(total) * len(total) / sum(total)
 
 
 def report(run, log):
@@ -619,7 +651,8 @@ def introduce(run, sizes):
     params = model_py.count_params(run.model.cfg)
     say(run, f"model   {params:,} parameters, {how}, {mesh.world} x {where}")
     say(run, f"ranks   dp {sizes['dp']} x fsdp {sizes['fsdp']} = {mesh.size['data']} data ranks"
-             + (f", each of tp {sizes['tp']}" if sizes["tp"] > 1 else ""))
+             + "".join(f", each of {axis} {sizes[axis]}"
+                       for axis in ("cp", "tp") if sizes[axis] > 1))
     if sizes["pp"] > 1:
         p, cfg = c["parallel"], run.model.cfg
         layers, load = model_py.cut(cfg, p["pp"] * p["chunks"], seq_len)

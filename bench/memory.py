@@ -1,6 +1,12 @@
 """Peak bytes of one rank of a simulated world, at each ZeRO stage, beside the formula. No GPU.
 
     python bench/memory.py [--config configs/llama3-8b.yaml --ranks 8 --layers 32 --seq-len 8192]
+    python bench/memory.py --config configs/llama3-8b-128k.yaml --ranks 16 --cp 8
+    python bench/memory.py --context [--layers 4 --seq-len 16384]
+
+The last: activations of a step without recomputation, of one process and of ranks that share the
+sequence (parallel.cp), in float32: what is alive at the peak of forward and backward, beyond what
+was alive before.
 
 One real step (train.py's blocks and executor: forward, backward, reduction, AdamW) runs under
 FakeTensorMode with torch's fake process group: every tensor has a shape and a size and no memory. A
@@ -48,16 +54,40 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, torch.Tensor) and t.device.type != "meta":
                 s = t.untyped_storage()
                 self.storages[s._cdata] = s
         self.peak = max(self.peak, self.now())
         return out
 
 
-def measure(cfg, ranks, seq_len, zero):
+def activations(cfg, cp, mode, seq_len):
+    """Bytes beyond weights and gradients at the peak of forward and backward, of rank 0 of cp."""
+    sizes = parallel.layout_of(cp, cp=cp)
+    mesh = parallel.build_mesh(sizes, "cpu")
+    with FakeTensorMode(), Meter() as meter:
+        model, blocks = model_py.build(cfg, mesh, torch.float32, cp_mode=mode)
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+        before = meter.now()
+        micro = model.micro(tokens, tokens, scale=torch.ones(()))
+        parallel.run(parallel.program(1, 0, "1f1b", 1), model.functions(), blocks, [micro])
+        return meter.peak - before
+
+
+def compare_context(cfg, seq_len):
+    print(f"activations at the peak, {cfg.n_layer} layers of {cfg.d_model}, length {seq_len}")
+    used = {}
+    for mode, cp in [("ring", 1), ("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+        used[cp] = activations(cfg, cp, mode, seq_len)
+        share = used[cp] * cp / used[1]
+        print(f"{mode:<8} cp {cp}  {used[cp] / 1e6:>9.1f} MB  {share:.3f} of 1/cp of one")
+        dist.destroy_process_group()
+
+
+def measure(cfg, ranks, seq_len, zero, cp=1):
     """(bytes at rest, peak bytes, block sizes, ledger) of rank 0."""
-    mesh = parallel.build_mesh(parallel.layout_of(ranks, fsdp=ranks), "cpu")
+    mesh = parallel.build_mesh(parallel.layout_of(ranks, fsdp=ranks // cp, cp=cp), "cpu")
     with FakeTensorMode(), Meter() as meter:
         model, blocks = model_py.build(cfg, mesh, torch.bfloat16, 128, 1024, zero=zero)
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
@@ -85,18 +115,26 @@ def main():
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--context", action="store_true")
     args = parser.parse_args()
+    if args.context:
+        section, seq_len = train.load_config([])["model"], args.seq_len or 16384
+        return compare_context(model_py.ModelConfig(**section | {
+            "n_layer": args.layers or 4, "d_model": 512, "n_head": 8, "n_kv_head": 4, "d_ff": 1408,
+            "vocab_size": 8192, "max_len": seq_len}), seq_len)
     config = train.load_config([args.config])
     seq_len = args.seq_len or config["data"]["seq_len"]
     section = config["model"] | {"max_len": seq_len}
     section["n_layer"] = args.layers or section["n_layer"]
     cfg = model_py.ModelConfig(**section)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
-    saved = 2 * seq_len * cfg.d_model * (cfg.n_layer + 1)
-    print(f"{args.config}, {args.ranks} ranks, one sequence of {seq_len}, full recomputation; GB")
+    saved = 2 * seq_len // args.cp * cfg.d_model * (cfg.n_layer + 1)
+    print(f"{args.config}, {args.ranks} ranks, cp {args.cp}, one sequence of {seq_len}, "
+          "full recomputation; GB")
     print(f"{'zero':>4} {'formula':>9} {'at rest':>9} {'peak':>9} {'layer inputs':>13}  traffic")
     for zero in range(4):
-        rest, peak, sizes, ledger = measure(cfg, args.ranks, seq_len, zero)
+        rest, peak, sizes, ledger = measure(cfg, args.ranks, seq_len, zero, args.cp)
         traffic = ", ".join(f"{op} {nbytes / 1e9:.1f}" for (_, op), (_, nbytes) in ledger.items())
         print(f"{zero:>4} {formula(sizes, args.ranks, zero) / 1e9:>9.2f} {rest / 1e9:>9.2f} "
               f"{peak / 1e9:>9.2f} {saved / 1e9:>13.2f}  {traffic}")

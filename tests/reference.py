@@ -54,8 +54,10 @@ def logits(p, cfg, tokens, pos, lo):
     if cfg["positions"] == "learned":
         x = x + p["embed.positions.weight"][pos]
     i = torch.arange(T)
-    seen = (i <= i[:, None]) & (i >= lo[:, :, None])  # [B, T, T]
+    windows = cfg["window"] if isinstance(cfg["window"], list) else [cfg["window"]]
     for n in range(cfg["n_layer"]):
+        window = windows[n % len(windows)] or T
+        seen = (i <= i[:, None]) & (i >= lo[:, :, None]) & (i[:, None] - i < window)  # [B, T, T]
         a, h = f"layers.{n}.attn", norm(p, f"layers.{n}.attn_norm", x, cfg)
         q, k, v = (lin(p, f"{a}.{s}", h).view(B, T, -1, d) for s in "qkv")
         if cfg["qk_norm"]:

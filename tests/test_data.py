@@ -446,9 +446,7 @@ def test_reading_ahead_is_the_pure_step(tmp_path, mask):
             samples, batches = loader.next()
             assert samples == start + 12 * k
             for got, want in zip(batches, loader.step(samples)):
-                assert all(
-                    a == b if not hasattr(a, "equal") else a.equal(b) for a, b in zip(got, want)
-                )
+                assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
     loader.close()
     loader.close()
 

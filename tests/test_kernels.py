@@ -1,6 +1,7 @@
 """kernels.py: every operation and all its gradients against its definition in float64, and against
 another implementation where one exists."""
 
+import functools
 import math
 import shutil
 
@@ -80,7 +81,7 @@ OPS = {  # name -> (op, definition, shapes)
     "rotary": (lambda q, k: kernels.rotary(q, k, *tables(9, 6, k.dtype)),
                lambda q, k: kernels.rotary_ref(q, k, *tables(9, 6, k.dtype)),
                [(2, 9, 4, 6), (2, 9, 2, 6)]),
-    "attention": (kernels.attention, kernels.attention_ref,
+    "attention": (lambda *a: kernels.attention(*a)[0], lambda *a: kernels.attention_ref(*a)[0],
                   [(2, 37, 6, 24), (2, 37, 2, 24), (2, 37, 2, 24)]),
 }  # fmt: skip
 
@@ -258,6 +259,14 @@ def sdpa(q, k, v, mask=None):
     return o.transpose(1, 2)
 
 
+def attention(*inputs, **options):
+    return kernels.attention(*inputs, **options)[0]
+
+
+def ref(*inputs):
+    return kernels.attention_ref(*inputs)[0]
+
+
 def qkv(B, T, H, n_kv, d, dtype=F64):
     return [rand(B, T, h, d, dtype=dtype, seed=i) for i, h in enumerate((H, n_kv, n_kv))]
 
@@ -266,7 +275,7 @@ def qkv(B, T, H, n_kv, d, dtype=F64):
 @pytest.mark.parametrize("heads", [(6, 2), (8, 2), (3, 1), (12, 4), (4, 4)])
 def test_attention_groups(heads):
     inputs = qkv(2, 17, *heads, 8)
-    close(grads(kernels.attention, inputs), grads(sdpa, inputs), 1e-12)
+    close(grads(attention, inputs), grads(sdpa, inputs), 1e-12)
 
 
 @quick
@@ -275,16 +284,16 @@ def test_attention_groups(heads):
 def test_attention_lengths(T, d):
     inputs = qkv(1, T, 2, 1, d)
     tol = 1e-12 if T > 1 else 1e-11  # one key: dq and dk are zero in theory
-    close(grads(kernels.attention, inputs), grads(sdpa, inputs), tol)
+    close(grads(attention, inputs), grads(sdpa, inputs), tol)
 
 
 def test_attention_long():
     """Past the length where the CPU path hands over, plain and with intervals."""
     T = kernels.SHORT + 3
     inputs, lo = qkv(1, T, 2, 1, 8), (torch.arange(T)[None] - 500).clamp(min=0)
-    close(grads(kernels.attention, inputs), grads(kernels.attention_ref, inputs), 1e-12)
-    got = grads(lambda *a: kernels.attention(*a, lo), inputs)
-    close(got, grads(lambda *a: kernels.attention_ref(*a, lo), inputs), 1e-12)
+    close(grads(attention, inputs), grads(ref, inputs), 1e-12)
+    got = grads(lambda *a: attention(*a, lo), inputs)
+    close(got, grads(lambda *a: ref(*a, lo), inputs), 1e-12)
 
 
 def starts(documents):
@@ -300,7 +309,7 @@ def test_attention_of_packed_documents(dtype, products):
     inputs = qkv(2, 270, 4, 2, 8, dtype)
     key = torch.arange(270)
     mask = (key <= key[:, None]) & (key >= lo[:, :, None])
-    got = grads(lambda *a: kernels.attention(*a, lo), inputs)
+    got = grads(lambda *a: attention(*a, lo), inputs)
     seeds = [rand(*got[0].shape, dtype=dtype, seed=7).to(F64)]
     want = grads(lambda *a: sdpa(*a, mask[:, None]), [t.to(F64) for t in inputs], seeds)
     close(got, want, 1e-12 if dtype == F64 else 16 * torch.finfo(dtype).eps)  # sums of 130 rows
@@ -309,9 +318,9 @@ def test_attention_of_packed_documents(dtype, products):
 @quick
 def test_a_document_is_attended_as_if_alone():
     lo, inputs = starts([[50, 80, 3]]), qkv(1, 133, 2, 2, 8)
-    whole = kernels.attention(*inputs, lo)
+    whole = attention(*inputs, lo)
     for a, b in ((0, 50), (50, 130), (130, 133)):
-        close([whole[:, a:b]], [kernels.attention(*(t[:, a:b] for t in inputs))], 1e-12)
+        close([whole[:, a:b]], [attention(*(t[:, a:b] for t in inputs))], 1e-12)
 
 
 @quick
@@ -320,18 +329,105 @@ def test_attention_interval_starts_may_fall():
     T = 150
     lo = (torch.arange(T) * 7 % 11).minimum(torch.arange(T))[None].repeat(2, 1)
     inputs = qkv(2, T, 2, 1, 8)
-    got = grads(lambda *a: kernels.attention(*a, lo), inputs)
-    close(got, grads(lambda *a: kernels.attention_ref(*a, lo), inputs), 1e-12)
+    got = grads(lambda *a: attention(*a, lo), inputs)
+    close(got, grads(lambda *a: ref(*a, lo), inputs), 1e-12)
+
+
+def dense(q, k, v, lo, hi, scale=None, softcap=None):
+    """The dense softmax, written another way: (o, lse)."""
+    g = q.shape[2] // k.shape[2]
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(g, 2))
+    s = s / math.sqrt(q.shape[3]) if scale is None else s * scale
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    key = torch.arange(k.shape[1])
+    e = torch.where((key >= lo[..., None]) & (key < hi[..., None]), 1, 0)[:, None] * s.exp()
+    total = e.sum(-1)
+    o = torch.einsum("bhij,bjhd->bihd", e / total.clamp(min=1e-30)[..., None],
+                     v.repeat_interleave(g, 2))
+    return o, torch.where(total > 0, total.clamp(min=1e-30).log(), -math.inf)
+
+
+def intervals(B, Tq, Tk, kind, seed=0):
+    """Random lo and hi: rising as in training, or in any order; about one row in six is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    lo, hi = torch.randint(0, Tk + 1, (2, B, Tq), generator=generator).sort(0).values
+    lo, hi = (lo.sort(1).values, hi.sort(1).values) if kind == "rising" else (lo, hi)
+    hi = torch.where(torch.rand(B, Tq, generator=generator) < 1 / 6, lo, hi)
+    return lo.int(), hi.int()
+
+
+def bounds_of(lo, hi):
+    """What the host would know: of each query the lowest lo and the highest hi."""
+    return lo.amin(0).numpy(), hi.amax(0).numpy()
+
+
+@quick
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("Tq, Tk, heads, d", [(1, 1, (3, 1), 8), (37, 37, (6, 2), 24),
+                                              (150, 65, (4, 4), 40), (65, 211, (12, 4), 5)])
+@pytest.mark.parametrize("kind", ["rising", "any"])
+def test_attention_of_any_intervals(kind, Tq, Tk, heads, d, options):
+    """Output, log-sum-exp and every gradient, with and without what the host knows; empty rows
+    give zero and -inf."""
+    q, k, v = (rand(2, T, h, d, seed=i) for i, (T, h) in enumerate(
+        ((Tq, heads[0]), (Tk, heads[1]), (Tk, heads[1]))))
+    lo, hi = intervals(2, Tq, Tk, kind)
+    lo[:, Tq // 2], hi[:, Tq // 2] = 0, 0
+    some = (lo < hi)[:, None].expand(-1, heads[0], -1)
+
+    def finite(out):
+        assert torch.equal(out[1].isinf(), ~some)
+        return out[0], torch.where(some, out[1], 0)
+
+    want = grads(lambda *a: finite(dense(*a, lo, hi, **options)), (q, k, v))
+    assert bool((want[0][:, Tq // 2] == 0).all())
+    for op in (kernels.attention_ref,
+               kernels.attention, functools.partial(kernels.attention, keep=False),
+               functools.partial(kernels.attention, bounds=bounds_of(lo, hi))):
+        got = grads(lambda *a: finite(op(*a, lo, hi, **options)), (q, k, v))  # noqa: B023
+        close(got, want, 1e-11)
+
+
+@quick
+@pytest.mark.parametrize("Tq, Tk", [(40, 40), (33, 77), (kernels.SHORT + 1, 30)])
+def test_attention_of_the_full_square(Tq, Tk):
+    """hi as a number: the same for all; short ones in row blocks, long ones in torch's kernel."""
+    q, k, v = (rand(1, T, h, 8, seed=i) for i, (T, h) in enumerate(((Tq, 4), (Tk, 2), (Tk, 2))))
+    all_ = torch.full((1, Tq), Tk)
+    want = grads(lambda *a: dense(*a, 0 * all_, all_), (q, k, v))
+    close(grads(lambda *a: kernels.attention(*a, hi=Tk), (q, k, v)), want, 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16])
+def test_attention_parts_merge(dtype, products):
+    """The gradients through a part of the keys, given the output and log-sum-exp of all of them,
+    add up to the whole: what a ring does step by step."""
+    T = 70
+    q, k, v = qkv(2, T, 4, 2, 16, dtype)
+    do = rand(2, T, 4, 16, dtype=dtype, seed=9)
+    want = grads(ref, [t.to(F64) for t in (q, k, v)], [do.to(F64)])
+    o, lse = kernels.attention_forward(q, k, v)
+    delta = kernels.row_sums(do, o)
+    parts = []
+    for a, b in ((0, 31), (31, T)):
+        at = torch.arange(T)[None].expand(2, -1)
+        hi = (at + 1 - a).clamp(0, b - a)
+        parts.append(kernels.attention_backward(do, q, k[:, a:b], v[:, a:b], o, lse, delta,
+                                                torch.zeros_like(hi), hi))
+    dq = parts[0][0] + parts[1][0]
+    dk, dv = (torch.cat([part[i] for part in parts], 1) for i in (1, 2))
+    close([dq, dk, dv], want[1:], 1e-12 if dtype == F64 else 16 * torch.finfo(dtype).eps)
 
 
 @quick
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_attention_error_beside_torchs_kernel(dtype):
+def test_attention_error_beside_torchs_kernel(dtype, monkeypatch):
     """The row blocks themselves (on any CPU) stay within 2.5 times the error of torch's kernel."""
     inputs = qkv(1, 96, 2, 1, 32, dtype)
     seed = [rand(1, 96, 2, 32, dtype=dtype, seed=3)]
     want = grads(sdpa, [t.to(F64) for t in inputs], [seed[0].to(F64)])
-    ours = grads(lambda *a: kernels._Attention.apply(*a, None, 48, True), inputs, seed)
+    monkeypatch.setattr(kernels, "EMULATED", ())
+    ours = grads(attention, inputs, seed)
     theirs = grads(sdpa, inputs, seed)
     for a, b, c in zip(ours, theirs, want):
         rms = [(t.to(F64) - c).square().mean().sqrt() for t in (a, b)]
@@ -342,9 +438,9 @@ def test_attention_error_beside_torchs_kernel(dtype):
 def test_kept_and_remade_probabilities_agree():
     inputs, lo = qkv(2, 50, 4, 2, 8, F32), starts([[20, 30], [50]])
     for at in (None, lo):
-        a, b = (grads(lambda *t, k=k, at=at: kernels._Attention.apply(*t, at, 16, k), inputs)
+        a, b = (grads(lambda *t, k=k, at=at: attention(*t, at, keep=k), inputs)
                 for k in (True, False))  # fmt: skip
-        assert all(torch.equal(x, y) for x, y in zip(a, b))
+        close(a, b, 8 * torch.finfo(F32).eps)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -590,7 +686,7 @@ def block(x, w, wq, head_w, y, lo):
     h = kernels.rms_norm(x, w, 1e-5)
     qkv = (h @ wq).view(B, T, 4, -1)
     q, k = kernels.rotary(qkv[:, :, :2], qkv[:, :, 2:3], *tables(T, qkv.shape[3], F32))
-    o = kernels.attention(q, k, qkv[:, :, 3:]) + kernels.attention(q, k, qkv[:, :, 3:], lo)
+    o = kernels.attention(q, k, qkv[:, :, 3:])[0] + kernels.attention(q, k, qkv[:, :, 3:], lo)[0]
     x = x + kernels.swiglu(o.flatten(2), kernels.gelu(o.flatten(2)))
     return parallel.linear_cross_entropy(MESH, PIECES, x.flatten(0, 1), head_w, y[None],
                                          torch.tensor(0.5), vocab=11, chunk=8)

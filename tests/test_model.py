@@ -1,5 +1,6 @@
 """model.py: sampling, counting, compilation, and the pieces the parity tests do not reach."""
 
+import dataclasses
 import math
 import unittest.mock
 
@@ -62,10 +63,11 @@ def sample_on(case, folder):
     return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 16, top_k=9)
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"cp": 2},
+                                    {"cp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_every_rank_draws_what_one_process_draws(layout, positions, tokens, world):
-    """At every length, also those that tp does not divide, and past the longest context (13)."""
+    """At every length, also those that ranks cannot share, and past the longest context (13)."""
     case = {"model.n_head": 6, "model.n_kv_head": 1, "model.d_head": 2, "model.max_len": 13,
             "model.positions": positions}
     alone = sample_on(case, tokens)
@@ -98,6 +100,11 @@ def test_flops_are_those_of_the_matrix_products(tokens):
     products += 2 * cfg.vocab_size * cfg.d_model * others
     attention = 12 * cfg.n_layer * cfg.n_head * cfg.d_head * (T + 1) / 2
     assert model.flops_per_token(cfg, T) == 3 * products / ids.numel() + attention
+    with_window = dataclasses.replace(cfg, window=[5, None, 100])
+    seen = [sum(min(i + 1, w) for i in range(T)) / T for w in (5, T, T)]
+    attention = sum(12 * cfg.n_head * cfg.d_head * keys for keys in seen)
+    assert model.flops_per_token(with_window, T) == pytest.approx(
+        3 * products / ids.numel() + attention, rel=1e-12)
 
 
 @pytest.mark.quick
@@ -117,9 +124,10 @@ def test_parameter_table(capsys):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside dynamo
 @pytest.mark.parametrize("extra", [{}, {"model.dropout": 0.2, "data.mask_documents": True},
+                                   {"model.window": [4, None]},
                                    {"model.norm": "layernorm", "model.activation": "gelu",
                                     "model.positions": "learned", "model.bias": True}],
-                         ids=["llama", "dropout and documents", "gpt2"])
+                         ids=["llama", "dropout and documents", "windows", "gpt2"])
 def test_one_compilation_serves_all_layers(extra, tokens):
     """Whole-graph, forward and backward, no break; once for all layers and steps; same numbers."""
     torch._dynamo.reset()
@@ -132,6 +140,7 @@ def test_one_compilation_serves_all_layers(extra, tokens):
     case = extra | {"model.n_layer": 4}
     plain = parity.prepare(case, tokens)
     run = parity.prepare(case, tokens)
+    run.model.functions(compiled=True)  # not these: to count the graphs
     forward = torch.compile(model.Layer.forward, dynamic=False, fullgraph=True, backend=backend)
     layers = [lambda x, micro, later, layer=layer: forward(layer, x, micro)
               for layer in run.model.layers.values()]
@@ -145,7 +154,7 @@ def test_one_compilation_serves_all_layers(extra, tokens):
             losses.append(train.train_step(r, batches, pending.wait()[0])[0].item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     kinds = 2 if extra.get("data.mask_documents") else 1  # batches with and without boundaries
-    assert 1 <= len(graphs) <= kinds
+    assert 1 <= len(graphs) <= kinds * len(set(run.model.cfg.windows))
     for a, b in zip(plain.blocks.master, run.blocks.master):
         assert parity.agree("parameters", a, b) is None
 
@@ -210,11 +219,11 @@ def test_what_a_layer_keeps_falls_as_one_over_tp(extra, tokens, world):
 
 def test_selective_recomputation_keeps_products_and_remakes_the_rest(tokens):
     """Of a Llama layer: the input and the middle of the residual stream with a factor a row, q k v,
-    attention's output, gate and up."""
+    attention's output and its log-sum-exp for each of 4 heads, gate and up."""
     case = {"model.n_head": 4, "model.n_kv_head": 2, "data.seq_len": 64, "model.max_len": 64,
             "train.global_batch": 2, "train.microbatch": 2}
     tokens_, D, d_kv, ffn = 2 * 64, 16, 8, 24
-    want = tokens_ * 8 * (2 * D + 2 + D + 2 * d_kv + D + 2 * ffn)
+    want = tokens_ * 8 * (2 * D + 2 + D + 2 * d_kv + D + 4 + 2 * ffn)
     got = kept_bytes(case | {"speed.recompute": "selective"}, tokens)
     assert got == want
     assert kept_bytes(case, tokens) > 1.5 * got

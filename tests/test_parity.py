@@ -49,9 +49,10 @@ def name_of(case):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("extra", [{}, {"data.mask_documents": True, "ignore": "uneven",
-                                        "optim.grad_clip": 0.5, "train.microbatch": 5}],
-                         ids=["plain", "masked"])
+@pytest.mark.parametrize("extra", [
+    {}, {"data.mask_documents": True, "ignore": "uneven", "optim.grad_clip": 0.5,
+         "train.microbatch": 5}, {"model.window": [3, None], "data.mask_documents": True}],
+                         ids=["plain", "masked", "window"])
 def test_one_process_is_the_reference(name, extra, tokens):
     case = on_layout(MODELS[name] | {"rounds": 1}, {}) | extra | {"model.dropout": 0.0}
     run = parity.prepare(case, tokens)
@@ -81,15 +82,17 @@ def truth(tokens):
 
 def on_layout(case, layout):
     """The case on a layout ({axis: ranks}): its rounds turned into a microbatch size, its kind of
-    key and value heads into a number that tp allows."""
+    key and value heads into a number that tp and cp allow, sequences that cp can cut."""
     case, tp = dict(case), layout.get("tp", 1)
     local = parity.TINY["train.global_batch"] // (layout.get("dp", 1) * layout.get("fsdp", 1))
     rounds = case.pop("rounds", 1)
     size = max(local * 2 // 3, 1) if rounds == "uneven" else -(-local // rounds)
-    kv = {"all": 12, "grouped": 3 if tp == 3 else 4, "few": 2 if tp == 4 else 1}
-    heads = {"model.n_head": 12, "model.n_kv_head": kv[case.pop("kv", "grouped")],
-             "model.d_head": 2}
-    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in ("pp", "dp", "fsdp", "tp")}
+    cp = layout.get("cp", 1)
+    n_head = 8 if cp * tp == 8 else 12
+    kv = {"all": n_head, "grouped": 3 if 3 in (tp, cp) else 4, "few": 2 if tp == 4 else 1}
+    heads = {"model.n_head": n_head, "model.n_kv_head": kv[case.pop("kv", "grouped")],
+             "model.d_head": 2, "data.seq_len": {4: 24, 8: 48}.get(cp, 12)}
+    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
     return heads | case | {"train.microbatch": size} | axes
 
 
@@ -108,7 +111,8 @@ def local_sizes(params, case):
     """{block: (elements of its flat buffer, of these replicated over tp)}: parameters at multiples
     of 16, the vocabulary padded, the whole a multiple of 16 for each data rank."""
     tp, kv = case["parallel.tp"], case["model.n_kv_head"]
-    pad, ranks = case.get("speed.pad_vocab", 8), case["parallel.dp"] * case["parallel.fsdp"]
+    pad, ranks = case.get("speed.pad_vocab", 8), math.prod(
+        case[f"parallel.{axis}"] for axis in ("dp", "fsdp", "cp"))
     sizes = {}
     for name, tensor in params.items():
         block, *_, layer, kind = ("." + name).rsplit(".", 2)
@@ -130,12 +134,12 @@ def local_sizes(params, case):
 
 
 def check_ledger(ledger, case, params):
-    """The first step's traffic is the textbook's, to the byte (DP 2P(n-1)/n; ZeRO: see Blocks; tp:
-    see DESIGN's formula for a layer, in test_tp_traffic below)."""
-    d, f, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "fsdp", "tp", "zero"))
+    """The first step's traffic is the textbook's, to the byte (DP 2P(n-1)/n; ZeRO: see Blocks; tp
+    and cp: see the two functions below)."""
+    d, f, cp, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "fsdp", "cp", "tp", "zero"))
     both = local_sizes(params, case)
     sizes = {b: n for b, (n, _) in both.items()}
-    local = parity.TINY["train.global_batch"] // (d * f)
+    local, f = parity.TINY["train.global_batch"] // (d * f), f * cp
     m = -(-local // case["train.microbatch"])
     layers = [b for b in sizes if b.startswith("layers")]
     want = {}
@@ -152,6 +156,8 @@ def check_ledger(ledger, case, params):
         add("dp", d, "all_reduce sum", sizes, 1, 2, f)
         gathered = list(sizes) if zero < 3 else [*sizes, *layers[:-1]]
         add("shard", f, "all_gather", gathered, 1 if zero < 3 else m, 1)
+    if cp > 1:
+        check_cp_traffic(ledger, case, local, m, len(layers))
     if tp > 1:
         check_tp_traffic(ledger, case, local, m, len(layers))
         calls, nbytes = ledger["tp", "all_reduce sum (replicated)"]
@@ -159,7 +165,7 @@ def check_ledger(ledger, case, params):
         assert calls == 1 and nbytes <= most and (f > 1 and zero or nbytes == most), case
     got = {k: v for k, v in ledger.items() if k[1] != "all_reduce sum (control)"
            and k not in (("loss", "all_reduce sum"), ("copy", "all_reduce sum"),
-                         ("model", "all_reduce sum")) and k[0] != "tp"}
+                         ("model", "all_reduce sum")) and k[0] not in ("tp", "cp")}
     assert got == want, case
     scalars = {("loss", "all_reduce sum"): d * f, ("copy", "all_reduce sum"): f * tp if zero else 1,
                ("model", "all_reduce sum"): 1 if zero else tp}
@@ -172,10 +178,11 @@ def check_pipe(ledger, sizes, rank, case):
     before. Zero 1, and 2 and 3 that keep: one gather and one scatter of each block a step."""
     p, v, f = (case[f"parallel.{k}"] for k in ("pp", "chunks", "fsdp"))
     d, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "tp", "zero"))
-    stage, stages = rank // (d * f * tp), p * v
+    stage, stages = rank // (d * f * case["parallel.cp"] * tp), p * v
+    cp = case["parallel.cp"]
     local = parity.TINY["train.global_batch"] // (d * f)
-    m = -(-local // case["train.microbatch"])
-    each = local * parity.TINY["data.seq_len"] // tp * parity.TINY["model.d_model"] * 8
+    m, f = -(-local // case["train.microbatch"]), f * cp
+    each = local * case["data.seq_len"] // (cp * tp) * parity.TINY["model.d_model"] * 8
     mine = range(stage, stages, p)
     n = sum((s < stages - 1) + (s > 0) for s in mine)
     assert ledger["pp", "send"] == [n * m, n * each], case
@@ -183,11 +190,38 @@ def check_pipe(ledger, sizes, rank, case):
     assert (("pp", "send (tied)") in ledger) == tied, case
     sizes = [size for size in sizes if size]
     if f > 1 and zero:
-        times = m if zero > 1 and case["parallel.zero_pp"] == "regather" else 1
-        want = [times * len(sizes), times * sum(8 * size * (f - 1) // f for size in sizes)]
-        assert ledger["shard", "reduce_scatter"] == want, case
-        if times == 1:
-            assert ledger["shard", "all_gather"] == want, case
+        keep = case["parallel.zero_pp"] == "keep"
+        once = [len(sizes), sum(8 * size * (f - 1) // f for size in sizes)]
+        times = 1 if zero == 1 or keep else m
+        assert ledger["shard", "reduce_scatter"] == [times * x for x in once], case
+        if zero < 3 or keep:  # zero 3 that regathers: for each action
+            assert ledger["shard", "all_gather"] == once, case
+
+
+def computed_again(case, n_layer):
+    """How many layers are computed again in backward."""
+    every = {"none": 0, "selective": 0, "full": 1}.get(case["speed.recompute"],
+                                                       case["speed.recompute"])
+    return len([i for i in range(n_layer) if every and i % every == 0])
+
+
+def check_cp_traffic(ledger, case, local, m, n_layer):
+    """Each layer, with K = V the keys (values) of a rank: ring: forward c-1 shifts of K + V,
+    backward as many and c-1 of their gradients. Ulysses: q, k, v and the output, (c-1)/c of each,
+    forward and backward, keys copied where there are fewer than c. Forward again where the layer is
+    computed again. Nothing else goes over cp alone."""
+    cp, tp, T = case["parallel.cp"], case["parallel.tp"], case["data.seq_len"]
+    head = local * T // cp * case["model.d_head"] * 8
+    heads, kv = case["model.n_head"] // tp, max(case["model.n_kv_head"] // tp, 1)
+    again = computed_again(case, n_layer)
+    if case["parallel.cp_mode"] == "ring":
+        shifts, nbytes = (cp - 1) * m, (cp - 1) * 2 * kv * head
+        want = {"shift (keys)": [(2 * n_layer + again) * x for x in (shifts, nbytes)],
+                "shift (gradients of keys)": [n_layer * shifts, n_layer * nbytes]}
+    else:
+        nbytes = (2 * heads + 2 * max(kv, cp)) * head * (cp - 1) // cp
+        want = {"all_to_all": [(2 * n_layer + again) * x for x in (4 * m, nbytes)]}
+    assert {op: n for (axis, op), n in ledger.items() if axis == "cp"} == want, case
 
 
 def check_tp_traffic(ledger, case, local, m, n_layer):
@@ -195,11 +229,10 @@ def check_tp_traffic(ledger, case, local, m, n_layer):
     sequences are kept) and 2, and the forward's again where the layer is computed again. One
     reduce-scatter and one all-gather for the embedding, for each chunk of the loss one of each and
     two small all-reduces."""
-    tp, T, D = case["parallel.tp"], parity.TINY["data.seq_len"], parity.TINY["model.d_model"]
+    tp, T, D = case["parallel.tp"], case["data.seq_len"], parity.TINY["model.d_model"]
+    T //= case["parallel.cp"]
     nbytes = local * T * D * 8 * (tp - 1) // tp
-    every = {"none": 0, "selective": 0, "full": 1}.get(case["speed.recompute"],
-                                                       case["speed.recompute"])
-    again = len([i for i in range(n_layer) if every and i % every == 0])
+    again = computed_again(case, n_layer)
     gathers = n_layer * (4 if case["speed.keep_gathered"] else 6) + 2 * again
     scatters = n_layer * 4 + 2 * again
     for op, n in (("all_gather", gathers), ("reduce_scatter", scatters),
@@ -278,6 +311,55 @@ def test_every_pipeline(layout, cases, world, truth, tokens):
         check_on_pipe(world, truth, tokens, layout, case)
 
 
+CP_LAYOUTS = [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2},
+              {"tp": 2}]
+LARGE_CP = [{"cp": 3}, {"cp": 8}, {"cp": 4, "tp": 2}, {"fsdp": 2, "cp": 4},
+            {"fsdp": 2, "cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "cp": 2}]
+CP_PIPES = [{"pp": 2, "cp": 2}]
+LARGE_CP_PIPES = [{"pp": 2, "cp": 4}, {"pp": 4, "cp": 2}, {"pp": 2, "cp": 2, "tp": 2},
+                  {"pp": 2, "fsdp": 2, "cp": 2}]
+CP_OPTIONS = {"parallel.cp_mode": ["ring", "ulysses"], "model.window": [None, 3, [5, None]]}
+FEW_PIPES = {"pipe": [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)],
+             "rounds": [1, 3, "uneven"], "model": ["llama", "qwen3", "capped"]}
+ALL_CP = parity.covering(OPTIONS | CP_OPTIONS | {"layout": CP_LAYOUTS, "model": list(MODELS)})
+ALL_CP_PIPES = parity.covering(PIPE_OPTIONS | CP_OPTIONS | FEW_PIPES | {"layout": CP_PIPES})
+
+
+@pytest.mark.parametrize("case", ALL_CP, ids=name_of)
+def test_context_parallel_equals_one_process(case, world, truth, tokens):
+    case = dict(case)
+    layout = case.pop("layout")
+    check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
+
+
+@pytest.mark.parametrize("case", ALL_CP_PIPES, ids=name_of)
+def test_context_parallel_pipelines_equal_one_process(case, world, truth, tokens):
+    case = dict(case)
+    check_on_pipe(world, truth, tokens, case.pop("layout"), case)
+
+
+CP_AXES = {"parallel.cp_mode": ["ring", "ulysses"], "parallel.zero": [0, 1, 2, 3],
+           "data.mask_documents": [False, True], "model.window": [None, [5, None]]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout, cases", parts(
+    CP_LAYOUTS + LARGE_CP, CP_AXES, OPTIONS | CP_OPTIONS | {"model": list(MODELS)}), ids=number)
+def test_every_context_layout(layout, cases, world, truth, tokens):
+    """Modes x zero x documents x windows, and every pair of all options."""
+    for case in cases:
+        case = dict(case)
+        check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout, cases", parts(
+    CP_PIPES + LARGE_CP_PIPES, CP_AXES, PIPE_OPTIONS | CP_OPTIONS | FEW_PIPES), ids=number)
+def test_every_context_pipeline(layout, cases, world, truth, tokens):
+    for case in cases:
+        check_on_pipe(world, truth, tokens, layout, case)
+
+
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
 
 
@@ -288,7 +370,7 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
     check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
 
 
-SAVES = [{}, {"fsdp": 3}, {"tp": 2}, {"pp": 2, "chunks": 2}]
+SAVES = [{}, {"fsdp": 3}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"fsdp": 2, "cp": 2}]
 MORE_SAVES = [{"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
               {"pp": 4}]
 REST = {"model": ["llama", "capped"], "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]}

@@ -1,6 +1,7 @@
 """train.py from the shell: configs refused, runs resumed, interrupted, spread over ranks."""
 
 import json
+import math
 import pathlib
 import shutil
 import signal
@@ -80,7 +81,12 @@ def test_bad_arguments(argv, words):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("argv, world, words", [
-    (["parallel.cp=2"], 2, ["parallel.cp", "2"]),
+    (["parallel.ep=2"], 2, ["parallel.ep", "2"]),
+    (["parallel.cp=3"], 3, ["data.seq_len", "256", "parallel.cp = 3 (ring)", "258"]),
+    (["parallel.cp=8", "data.seq_len=24"], 8, ["data.seq_len", "24", "16", "32"]),
+    (["parallel.cp=4", "parallel.cp_mode=ulysses"], 4, ["model.n_head", "6", "8", "ring"]),
+    (["parallel.cp=2", "parallel.cp_mode=ulysses"], 2, ["model.n_kv_head", "3", "ring"]),
+    (["parallel.cp=2", "parallel.cp_mode=striped"], 2, ["parallel.cp_mode", "ring", "ulysses"]),
     (["parallel.tp=4"], 4, ["model.n_head", "6", "parallel.tp = 4", "8"]),
     (["parallel.tp=5", "model.n_head=10", "model.n_kv_head=5"], 5, ["model.d_ff", "512", "515"]),
     (["parallel.tp=2"], 2, ["model.n_kv_head", "3", "parallel.tp = 2", "parallel.tp=1"]),
@@ -126,6 +132,9 @@ def test_bad_config(argv, world, words):
     ({"d_head": 33}, ["model.d_head", "even"]),
     ({"rope_scaling": {"factor": 2}}, ["model.rope_scaling", "original_max_len"]),
     ({"n_layer": 0}, ["model.n_layer"]),
+    ({"window": 0}, ["model.window", "null"]),
+    ({"window": [8, True]}, ["model.window"]),
+    ({"window": [None] * 5}, ["model.window", "model.n_layer = 4"]),
 ])
 def test_bad_model(override, words):
     section = train.load_config([])["model"] | {"vocab_size": 50, "max_len": 16} | override
@@ -150,8 +159,8 @@ def test_values_take_the_type_of_the_default():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_configs_are_legal(path):
     config = train.load_config([str(path)])
-    fsdp = config["parallel"]["fsdp"]
-    train.check_config(config, 8 if fsdp <= 8 else 4 * fsdp)
+    ranks = config["parallel"]["fsdp"] * config["parallel"]["cp"]
+    train.check_config(config, 8 if ranks <= 8 else 4 * ranks)
     section = config["model"] | {"max_len": config["data"]["seq_len"]}
     train.model_py.ModelConfig(**section)
 
@@ -164,6 +173,32 @@ def test_parameter_counts_are_the_published_ones():
         config = train.load_config([str(ROOT / f"configs/{name}.yaml")])
         cfg = train.model_py.ModelConfig(**config["model"] | {"max_len": config["data"]["seq_len"]})
         assert train.model_py.count_params(cfg) == n
+
+
+@pytest.mark.quick
+def test_the_memory_arithmetic_of_the_long_config():
+    """Each figure of its remark, from the parameters."""
+    file = ROOT / "configs/llama3-8b-128k.yaml"
+    config = train.load_config([str(file)])
+    text = " ".join(line.lstrip("# ") for line in file.read_text().splitlines() if line[:1] == "#")
+    p, T, batch = config["parallel"], config["data"]["seq_len"], config["train"]["global_batch"]
+    cfg = train.model_py.ModelConfig(**config["model"] | {"max_len": T})
+    sizes = {}
+    for param in train.model_py.whole_model(cfg):
+        sizes[param.block] = sizes.get(param.block, 0) + math.prod(param.full_shape)
+    total, (layer, head) = sum(sizes.values()), (sizes[1], sizes[cfg.n_layer + 1])
+    ranks, mine = p["fsdp"] * p["cp"], T // p["cp"]
+    each = mine * cfg.d_model * 2
+    for figure in (f"{batch} sequences x {T:,} = {batch * T:,} tokens", f"group of {p['cp']} ranks",
+                   f"reads {batch // p['fsdp']} of them", f"holds {mine:,} tokens",
+                   f"{total / 1e9:.2f} B parameters x 18 bytes / {ranks} ranks = "
+                   f"{total * 18 / ranks / 1e9:.1f} GB",
+                   f"take turns: {layer * (3 * 2 + 2 * 4) / 1e9:.1f} GB",
+                   f"while in use: {head * (2 + 4) / 1e9:.1f} GB",
+                   f"inputs of {cfg.n_layer + 1} blocks, {mine:,} x {cfg.d_model} x 2 bytes = "
+                   f"{each / 1e6:.0f} MB each, {each * (cfg.n_layer + 1) / 1e9:.1f} GB",
+                   f"On one rank: {each * p['cp'] * (cfg.n_layer + 1) / 1e9:.1f} GB"):
+        assert figure in text, figure
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""Two gloo ranks, one thread each, that share a sequence of 4096: what the ring costs.
+
+    B='python bench/context.py'
+    python bench/duel.py share="$B share" ring="$B ring" ulysses="$B ulysses"
+    python bench/duel.py single="$B single" ring="$B ring"      what two ranks gain over one
+
+`share` is the ring with the communication taken out: a rank computes the same steps of attention,
+on keys that are its own each time, and no gradient is summed. Its losses mean nothing, its time is
+that of a rank's share of the work. Speaks the protocol of bench/step.py; a step is forward,
+backward and fused AdamW in float32, no clipping."""
+
+import argparse
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from sharded import SHAPES, config_of, serve, start_ranks  # noqa: E402
+
+import model as model_py  # noqa: E402
+import parallel  # noqa: E402
+
+SHAPES["long"] = (4, 256, 8, 4, 704, 4096, 2048, 1)
+SHAPES["wide"] = (2, 512, 8, 4, 1408, 4096, 8192, 1)
+
+
+def silence():
+    """Take the communication out of parallel.py, in this process."""
+    parallel.shift_start = lambda mesh, x, axis, what="": parallel.Handle(None, lambda: x)
+    parallel.all_reduce = lambda mesh, x, axis, op="sum", wait=True, what="": (
+        x if wait else parallel.Handle(None, lambda: x))
+
+
+class Ours:
+    def __init__(self, cfg, args):
+        n, mode = dist.get_world_size(), "ulysses" if args.system == "ulysses" else "ring"
+        self.mesh = parallel.build_mesh(parallel.layout_of(n, cp=n), "cpu")
+        dtype = getattr(torch, args.dtype)
+        self.model, self.blocks = model_py.build(cfg, self.mesh, dtype, cp_mode=mode)
+        model_py.init_weights(self.blocks, cfg, 0)
+        self.fns = self.model.functions()
+        if args.system == "share":
+            silence()
+
+    def step(self, tokens, targets):
+        self.blocks.begin()
+        micro = self.model.micro(tokens, targets, scale=torch.tensor(1 / targets.numel()))
+        actions = parallel.program(1, 0, "1f1b", 1)
+        loss = parallel.run(actions, self.fns, self.blocks, [micro])
+        self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
+        return parallel.all_reduce(self.mesh, loss, "loss") / targets.numel()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=["ring", "ulysses", "share", "single"])
+    parser.add_argument("--shape", default="long", choices=SHAPES)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    children = start_ranks(1 if args.system == "single" else args.ranks)
+    torch.set_num_threads(1)
+    parallel.start("cpu")
+    cfg = config_of(args.shape)
+    serve(Ours(cfg, args).step, args, cfg, seed=0, count=SHAPES[args.shape][-1] * cfg.max_len)
+    parallel.stop()
+    for child in children:
+        child.wait()
+
+
+if __name__ == "__main__":
+    main()
