@@ -9,18 +9,30 @@
     cross-entropy         -log softmax(x W^T)[target], chunk by chunk       nothing: dx, dW at once
 
 Each comes as `op_ref`, the definition in plain differentiable PyTorch, which is the specification;
-then the fast path, an autograd function whose backward is written out; then the public `op`. (The
-loss has its pieces here; a loop over chunks, with two sums over ranks, joins them.) Sums and
-normalisations are held in float32 whatever the input (in float64 if it is float64); results have
-the dtype of the input. Shapes: B sequences, T tokens, H heads of d channels, D channels,
-V vocabulary entries, N = B T. The file imports nothing of the project and may be copied alone.
+then the fast path, an autograd function whose backward is written out, for attention also in
+Triton; then the public `op`. (The loss has its pieces here; a loop over chunks, with two sums over
+ranks, joins them.) Sums and normalisations are held in float32 whatever the input (in float64 if it
+is float64); results have the dtype of the input. Shapes: B sequences, T tokens, H heads of d
+channels, D channels, V vocabulary entries, N = B T. The file imports nothing of the project and may
+be copied alone.
 """
 
+from __future__ import annotations  # without Triton nothing then looks up tl.constexpr
+
+import contextlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+triton, jit = None, lambda fn: fn
+if torch.version.cuda or torch.version.hip:  # a build of torch that can use it
+    with contextlib.suppress(ImportError):
+        import triton
+        import triton.language as tl
+
+        jit = triton.jit
 
 IGNORE = -100  # a target that does not count
 
@@ -358,11 +370,243 @@ def fused_backward(do, q, k, v, o, lse, causal, scale):
     return [g.transpose(1, 2) for g in grads]
 
 
+# The same in Triton: no T x T matrix in either direction; blocks of keys that no query of a block
+# sees are skipped. Sums are held in float32, each by one program: no atomics, so the same bits in
+# every run. Scores are in units of log 2 inside, as the hardware has exp2.
+
+
+@jit
+def load_tile(x, stride, n, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """ROWS rows of x, of D channels each; zeros from row n and from channel D on."""
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(x + row * stride + channel, mask=(row < n) & (channel < D), other=0.0)
+
+
+@jit
+def store_tile(x, stride, n, y, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    y = y.to(x.dtype.element_ty)
+    tl.store(x + row * stride + channel, y, mask=(row < n) & (channel < D))
+
+
+@jit
+def score(qk, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """q . k -> the score / log 2, and its slope: d score / d (scale q . k)."""
+    if SOFTCAP is None:
+        s, slope = qk * (SCALE * 1.4426950408889634), 1.0
+    else:
+        t = 1 - 2 / (1 + tl.exp2(qk * (SCALE / SOFTCAP * 2.8853900817779268)))  # tanh
+        s, slope = t * (SOFTCAP * 1.4426950408889634), 1 - t * t
+    return s, slope
+
+
+@jit
+def query_block(lo, hi, Tq, Tk, H, BLOCK_M: tl.constexpr):
+    """This program's block of queries: sequence, head, rows, their intervals cut to the keys that
+    there are, and the smallest range that holds these. 64 bits for what long strides multiply."""
+    n = tl.cdiv(Tq, BLOCK_M)
+    pid = tl.program_id(0)
+    b, h = (pid // n // H).to(tl.int64), (pid // n % H).to(tl.int64)
+    i0 = ((n - 1 - pid % n) * BLOCK_M).to(tl.int64)  # last first: if causal, they take longest
+    row = i0 + tl.arange(0, BLOCK_M)
+    lo_ = tl.maximum(tl.load(lo + b * Tq + row, mask=row < Tq, other=0), 0)
+    hi_ = tl.minimum(tl.load(hi + b * Tq + row, mask=row < Tq, other=0), Tk)
+    start = tl.min(tl.where(lo_ < hi_, lo_, Tk), 0)
+    end = tl.max(tl.where(lo_ < hi_, hi_, 0), 0)
+    return b, h, i0, row, lo_[:, None], hi_[:, None], start, end
+
+
+@jit
+def forward_kernel(
+    q, k, v, lo, hi, o, lse, sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, Tq, Tk, H, GROUP,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A block of queries of one head: an online softmax over the keys that any of them sees."""
+    b, h, i0, row, lo_, hi_, start, end = query_block(lo, hi, Tq, Tk, H, BLOCK_M)
+    q_ = load_tile(q + b * sqb + i0 * sqt + h * sqh, sqt, Tq - i0, D, BLOCK_M, BLOCK_D)
+    k += b * skb + start.to(tl.int64) * skt + h // GROUP * skh
+    v += b * svb + start.to(tl.int64) * svt + h // GROUP * svh
+    key = tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], lse.dtype.element_ty)
+    total = tl.zeros([BLOCK_M], lse.dtype.element_ty)
+    top = total - 1e30  # not -inf: for a row that has seen no key yet, exp2(-inf) and not nan
+    for j0 in range(start, end, BLOCK_N):
+        k_ = load_tile(k, skt, end - j0, D, BLOCK_N, BLOCK_D)
+        v_ = load_tile(v, svt, end - j0, D, BLOCK_N, BLOCK_D)
+        s, _ = score(tl.dot(q_, tl.trans(k_), input_precision="ieee"), SCALE, SOFTCAP)
+        s = tl.where((key >= lo_ - j0) & (key < hi_ - j0), s, float("-inf"))
+        raised = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - raised[:, None])
+        fade = tl.exp2(top - raised)
+        top, total = raised, total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_.dtype), v_, acc * fade[:, None], input_precision="ieee")
+        k += BLOCK_N * skt
+        v += BLOCK_N * svt
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    out = o + ((b * Tq + i0) * H + h) * D
+    store_tile(out, H * D, Tq - i0, acc / total[:, None], D, BLOCK_M, BLOCK_D)
+    top = tl.where(some, (top + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + (b * H + h) * Tq + row, top, mask=row < Tq)
+
+
+@jit
+def dq_kernel(
+    q, k, v, do, lo, hi, lse, delta, dq, sqb, sqt, sqh, skb, skt, skh, svb, svt, svh,
+    sob, sot, soh, Tq, Tk, H, GROUP,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same loop as the forward's."""
+    b, h, i0, row, lo_, hi_, start, end = query_block(lo, hi, Tq, Tk, H, BLOCK_M)
+    q_ = load_tile(q + b * sqb + i0 * sqt + h * sqh, sqt, Tq - i0, D, BLOCK_M, BLOCK_D)
+    do_ = load_tile(do + b * sob + i0 * sot + h * soh, sot, Tq - i0, D, BLOCK_M, BLOCK_D)
+    at = (b * H + h) * Tq + row
+    lse_ = tl.load(lse + at, mask=row < Tq, other=0.0)[:, None] * 1.4426950408889634
+    delta_ = tl.load(delta + at, mask=row < Tq, other=0.0)[:, None]
+    k += b * skb + start.to(tl.int64) * skt + h // GROUP * skh
+    v += b * svb + start.to(tl.int64) * svt + h // GROUP * svh
+    key = tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dq.dtype.element_ty)
+    for j0 in range(start, end, BLOCK_N):
+        k_ = load_tile(k, skt, end - j0, D, BLOCK_N, BLOCK_D)
+        v_ = load_tile(v, svt, end - j0, D, BLOCK_N, BLOCK_D)
+        s, slope = score(tl.dot(q_, tl.trans(k_), input_precision="ieee"), SCALE, SOFTCAP)
+        p = tl.where((key >= lo_ - j0) & (key < hi_ - j0), tl.exp2(s - lse_), 0.0)
+        ds = p * (tl.dot(do_, tl.trans(v_), input_precision="ieee") - delta_) * slope
+        acc = tl.dot(ds.to(k_.dtype), k_, acc, input_precision="ieee")
+        k += BLOCK_N * skt
+        v += BLOCK_N * svt
+    out = dq + ((b * Tq + i0) * H + h) * D
+    store_tile(out, H * D, Tq - i0, acc * SCALE, D, BLOCK_M, BLOCK_D)
+
+
+@jit
+def dkv_kernel(
+    q, k, v, do, lo, hi, lse, delta, first, last, dk, dv, sqb, sqt, sqh, skb, skt, skh,
+    svb, svt, svh, sob, sot, soh, Tq, Tk, H, GROUP,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A block of keys of one key head: a loop over its query heads and, in each, over the queries
+    `first` to `last`, with the scores turned, [keys, queries], as the last products want them."""
+    n = tl.cdiv(Tk, BLOCK_N)
+    pid = tl.program_id(0)
+    b, g = (pid // n // (H // GROUP)).to(tl.int64), (pid // n % (H // GROUP)).to(tl.int64)
+    j0 = (pid % n * BLOCK_N).to(tl.int64)
+    start, end = tl.load(first + b * n + pid % n), tl.load(last + b * n + pid % n)
+    k_ = load_tile(k + b * skb + j0 * skt + g * skh, skt, Tk - j0, D, BLOCK_N, BLOCK_D)
+    v_ = load_tile(v + b * svb + j0 * svt + g * svh, svt, Tk - j0, D, BLOCK_N, BLOCK_D)
+    key = (pid % n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    dk_ = tl.zeros([BLOCK_N, BLOCK_D], dk.dtype.element_ty)
+    dv_ = tl.zeros([BLOCK_N, BLOCK_D], dv.dtype.element_ty)
+    for h in range(g * GROUP, g * GROUP + GROUP):
+        qh = q + b * sqb + start.to(tl.int64) * sqt + h * sqh
+        doh = do + b * sob + start.to(tl.int64) * sot + h * soh
+        for i0 in range(start, end, BLOCK_M):
+            q_ = load_tile(qh, sqt, end - i0, D, BLOCK_M, BLOCK_D)
+            do_ = load_tile(doh, sot, end - i0, D, BLOCK_M, BLOCK_D)
+            row = i0 + tl.arange(0, BLOCK_M)[None, :]
+            lo_ = tl.load(lo + b * Tq + row, mask=row < end, other=0)
+            hi_ = tl.load(hi + b * Tq + row, mask=row < end, other=0)
+            lse_ = tl.load(lse + (b * H + h) * Tq + row, mask=row < end, other=0.0)
+            delta_ = tl.load(delta + (b * H + h) * Tq + row, mask=row < end, other=0.0)
+            s, slope = score(tl.dot(k_, tl.trans(q_), input_precision="ieee"), SCALE, SOFTCAP)
+            p = tl.exp2(s - lse_ * 1.4426950408889634)
+            p = tl.where((key >= lo_) & (key < hi_), p, 0.0)
+            dv_ = tl.dot(p.to(do_.dtype), do_, dv_, input_precision="ieee")
+            ds = p * (tl.dot(v_, tl.trans(do_), input_precision="ieee") - delta_) * slope
+            dk_ = tl.dot(ds.to(q_.dtype), q_, dk_, input_precision="ieee")
+            qh += BLOCK_M * sqt
+            doh += BLOCK_M * sot
+    stride = H // GROUP * D
+    out = (b * Tk + j0) * stride + g * D
+    store_tile(dk + out, stride, Tk - j0, dk_ * SCALE, D, BLOCK_N, BLOCK_D)
+    store_tile(dv + out, stride, Tk - j0, dv_, D, BLOCK_N, BLOCK_D)
+
+
+def flash_options(kernel, d, dtype, arch):
+    """Block sizes and launch options, arch 80, 90, .. or "hip": what the compilers report to spill
+    next to nothing, and to fit 99 KB of shared memory (160 to 176 on 90 and 100, 64 on hip)."""
+    pad = max(16, triton.next_power_of_2(d))
+    hip, big = arch == "hip", arch in (90, 100)
+    warps, stages = (4, 1 + (kernel == "forward")) if hip else (8, 3)
+    if dtype.itemsize > 2:
+        M = N = 32 if pad * dtype.itemsize <= 512 else 16
+        warps, stages = 4 if hip or M == 16 else 8, 1
+    elif pad > 128:
+        M, N, stages = 64 if kernel == "forward" else 32, 32, 1 if hip else 2
+    elif kernel == "forward":
+        M, N = 128, 32 if hip else 64
+    elif kernel == "dq":
+        M, N = 64 if hip else 128, 64 if big else 32
+    else:
+        M, N = 32, 128 if big else 64
+    return dict(D=d, BLOCK_D=pad, BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages,
+                enable_fp_fusion=True)  # fmt: skip
+
+
+def query_ranges(lo, hi, Tk, block):
+    """For each block of keys the first query that may see one, and the first from which on none
+    does -> two of [B, blocks]. Exact where lo and hi never fall; else with some that see none. (A
+    test in the kernel's loop would be exact always, but its loads would not run ahead any more.)
+    """
+    some = lo < hi
+    reach = torch.where(some, hi, 0).cummax(1).values
+    begin = torch.where(some, lo, Tk + block).flip(1).cummin(1).values.flip(1)
+    edge = torch.arange(0, Tk, block, dtype=lo.dtype, device=lo.device)
+    edge = edge.expand(len(lo), -1).contiguous()
+    first = torch.searchsorted(reach, edge, right=True, out_int32=True)
+    return first, torch.searchsorted(begin, edge + block, out_int32=True)
+
+
+def flash_arguments(kernel, scale, softcap, q, k, *others):
+    """-> the strides and sizes that end a kernel's arguments, and its options."""
+    arch = 80  # also for the interpreter
+    if q.is_cuda:
+        arch = "hip" if torch.version.hip else 10 * torch.cuda.get_device_capability(q.device)[0]
+    strides = [n for x in (q, k, *others) for n in x.stride()[:3]]
+    sizes = [q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]]
+    given = flash_options(kernel, q.shape[3], q.dtype, arch)
+    return strides + sizes, dict(given, SCALE=scale, SOFTCAP=softcap)
+
+
+def flash_forward(q, k, v, lo, hi, scale, softcap):
+    """-> o, contiguous, and lse. A query that sees no key has o = 0 and lse = -inf."""
+    B, Tq, H, _ = q.shape
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    lo, hi = (x.expand(B, -1).contiguous() for x in (lo, hi))
+    o, lse = q.new_empty(q.shape), q.new_empty(B, H, Tq, dtype=wide(q.dtype))
+    numbers, given = flash_arguments("forward", scale, softcap, q, k, v)
+    grid = (B * H * triton.cdiv(Tq, given["BLOCK_M"]),)
+    forward_kernel[grid](q, k, v, lo, hi, o, lse, *numbers, **given)
+    return o, lse
+
+
+def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
+    """-> dq, dk, dv in the dtype of lse. See attention_backward."""
+    B, Tq, H, _ = q.shape
+    q, k, v, do = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, do))
+    lo, hi, lse, delta = (x.expand(B, *x.shape[1:]).contiguous() for x in (lo, hi, lse, delta))
+    dq, dk, dv = (torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    numbers, given = flash_arguments("dq", scale, softcap, q, k, v, do)
+    grid = (B * H * triton.cdiv(Tq, given["BLOCK_M"]),)
+    dq_kernel[grid](q, k, v, do, lo, hi, lse, delta, dq, *numbers, **given)
+    numbers, given = flash_arguments("dkv", scale, softcap, q, k, v, do)
+    first, last = query_ranges(lo, hi, k.shape[1], given["BLOCK_N"])
+    grid = (k.shape[2] * first.numel(),)
+    dkv_kernel[grid](q, k, v, do, lo, hi, lse, delta, first, last, dk, dv, *numbers, **given)
+    return dq, dk, dv
+
+
 def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None):
     """See attention: (o, lse) without autograd, o in q.dtype or wider."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if fused(q, k, lo, hi, softcap):
         return fused_forward(q, k, v, hi is None, scale)
+    if triton and q.is_cuda and q.dtype != torch.float64:
+        return flash_forward(q, k, v, *limits(q, k, lo, hi), scale, softcap)
     if emulated(q):
         q, k, v = q.float(), k.float(), v.float()
     return rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept)
@@ -376,6 +620,8 @@ def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if o is not None and fused(q, k, lo, hi, softcap):
         return fused_backward(do, q, k, v, o, lse, hi is None, scale)
+    if triton and q.is_cuda and q.dtype != torch.float64:
+        return flash_backward(do, q, k, v, lse, delta, *limits(q, k, lo, hi), scale, softcap)
     if emulated(q):
         do, q, k, v = do.float(), q.float(), k.float(), v.float()
     delta = delta.to(q.dtype)
@@ -416,10 +662,10 @@ class _Attention(torch.autograd.Function):
 def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, keep=True):
     """See attention_ref; lo and hi [1, Tq] are those of all sequences. The plain causal or full
     square goes to torch's fused kernel, except short ones on a CPU, where row blocks are faster;
-    intervals go in row blocks. `bounds` is what the host knows of lo and hi: two numpy arrays [Tq],
-    the lowest lo and the highest hi in the batch; keys outside are not computed. `keep`: row blocks
-    of a short sequence keep their probabilities for the backward (T^2 / 2 per head); without it
-    they are made again."""
+    intervals go to Triton on a GPU, in row blocks on a CPU. `bounds` is what the host knows of lo
+    and hi: two numpy arrays [Tq], the lowest lo and the highest hi in the batch; row blocks do not
+    compute keys outside. `keep`: row blocks of a short sequence keep their probabilities for the
+    backward (T^2 / 2 per head); without it they are made again."""
     return _Attention.apply(q, k, v, lo, hi, keep and softcap is None, (bounds, scale, softcap))
 
 

@@ -1190,7 +1190,9 @@ def attention_steps(T, c, rank, mode, device, lo=None, seen=None, window=None):
     low, high = np.zeros((2, T), np.int64) if seen is None else seen
     if window is not None:
         low, high = (np.maximum(x, np.arange(T) - window + 1) for x in (low, high))
-    at = torch.from_numpy(where[rank]).to(device, torch.int32).unsqueeze(0)  # [1, T/c]
+    starts, n = held[rank]
+    at = [torch.arange(a, a + n, dtype=torch.int32, device=device) for a in starts]
+    at = torch.cat(at).unsqueeze(0)  # [1, T/c]
     first = at * 0 if lo is None else lo
     first = first if window is None else torch.maximum(first, at - window + 1)
     return [masked_step(where[rank], where[other], held[other], low, high, first, at, other == rank)

@@ -2,6 +2,7 @@
 step of the ring computes, and what moves."""
 
 import math
+import time
 
 import numpy as np
 import parity
@@ -239,6 +240,38 @@ def test_ring_of_every_size(c, world):
             for heads, n_kv in ((1, 1), (6, 2), (8, 8), (12, 4)):
                 check_attention(world, c, "ring", mask, T, heads, n_kv, B=1 + T % 3)
     check_attention(world, c, "ring", "causal", 2 * c * (kernels.SHORT // 2 + 1), 2, 1, B=1)
+
+
+def sleepy(layout, times):
+    """The ring many times, ranks late at random; a second ring has values twice as large. Returns
+    where this rank is, output and gradients."""
+    mesh = parity.mesh_of(parallel.layout_of(math.prod(layout.values()), **layout))
+    T, c, random = 8, mesh.size["cp"], np.random.default_rng(mesh.rank)
+    steps = attention_steps(T, c, mesh.coord["cp"], "ring", CPU)
+    q, k, v, do = (parallel.cut_sequence(x, mesh, "ring")
+                   for x in tensors(T, 2, 1, 4, 1, torch.float64))
+    v = v * (1 + max(mesh.coord[axis] for axis in ("pp", "dp", "tp")))
+    found = []
+    for _ in range(times):
+        time.sleep(random.choice([0, 0, 0.01]))
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        functions = kernels.attention_forward, kernels.attention_backward
+        o = parallel.ring_attention(functions, *inputs, steps, mesh)
+        found.append([o.detach(), *torch.autograd.grad(o, inputs, do)])
+    assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0]))
+    return mesh.coord, found[0]
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"pp": 2, "cp": 2}],
+                         ids=str)
+def test_rings_within_a_larger_world(layout, world):
+    """Neighbours are those of the group: rings side by side do not mix, whoever is late. Twice the
+    values: twice the output and gradients, but for that of the values, to the bit."""
+    alone = world(2).run(sleepy, {"cp": 2}, 1)
+    for coord, got in world(4).run(sleepy, layout, 25):
+        twice = 1 + max(coord[axis] for axis in ("pp", "dp", "tp"))
+        want = [x * n for x, n in zip(alone[coord["cp"]][1], (twice, twice, twice, 1))]
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents"])
