@@ -509,7 +509,7 @@ def dkv_kernel(
             do_ = load_tile(doh, sot, end - i0, D, BLOCK_M, BLOCK_D)
             row = i0 + tl.arange(0, BLOCK_M)[None, :]
             lo_ = tl.load(lo + b * Tq + row, mask=row < end, other=0)
-            hi_ = tl.load(hi + b * Tq + row, mask=row < end, other=0)
+            hi_ = tl.minimum(tl.load(hi + b * Tq + row, mask=row < end, other=0), Tk)
             lse_ = tl.load(lse + (b * H + h) * Tq + row, mask=row < end, other=0.0)
             delta_ = tl.load(delta + (b * H + h) * Tq + row, mask=row < end, other=0.0)
             s, slope = score(tl.dot(k_, tl.trans(q_), input_precision="ieee"), SCALE, SOFTCAP)

@@ -9,14 +9,14 @@ from kernels import flash_backward, flash_forward  # noqa: E402
 
 #          B  Tq  Tk   H Hkv d   dtype          cap   scale  intervals
 CASES = [
-    (2, 37, 45, 6, 2, 24, torch.float64, None, None, "documents"),
-    (1, 70, 41, 8, 2, 40, torch.float64, 5.0, 0.3, "random"),
-    (1, 41, 70, 3, 1, 80, torch.float64, None, 0.3, "random"),
+    (2, 33, 37, 3, 1, 24, torch.float64, None, None, "documents"),
+    (1, 37, 41, 8, 2, 40, torch.float64, 5.0, 0.3, "random"),
+    (1, 35, 67, 2, 1, 80, torch.float64, None, 0.3, "random"),
     (1, 1, 1, 4, 4, 16, torch.float64, 5.0, None, "all"),
-    (1, 33, 40, 12, 4, 16, torch.float32, None, None, "window"),
+    (1, 33, 40, 6, 2, 16, torch.float32, None, None, "window"),
     (1, 33, 39, 4, 4, 96, torch.float32, 5.0, 0.3, "random"),
-    (1, 150, 133, 6, 2, 40, torch.float16, None, None, "window"),
-    (2, 131, 67, 2, 1, 96, torch.float16, 5.0, 0.3, "random"),
+    (1, 130, 133, 4, 2, 40, torch.float16, None, None, "window"),
+    (1, 131, 67, 3, 1, 96, torch.float16, 5.0, 0.3, "random"),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}  # of the largest
 
@@ -111,7 +111,7 @@ def test_equals_dense_softmax(case):
 def test_parts_of_the_keys_add_up():
     """As a ring does it: forward by halves of the keys, merge, backward by halves with the merged
     lse. Some queries see one half only, some neither."""
-    q, k, v, do, lo, hi = make(2, 35, 66, 4, 2, 16, torch.float64, "random")
+    q, k, v, do, lo, hi = make(1, 35, 66, 4, 2, 16, torch.float64, "random")
     halves = []
     for a, b in ((0, 33), (33, 66)):
         halves.append((k[:, a:b], v[:, a:b], (lo - a).clamp(0, b - a), (hi - a).clamp(0, b - a)))
