@@ -263,15 +263,15 @@ def shift_start(mesh, x, axis, what=""):
     """Start to send x to the next rank of the ring that `axis` is; the handle gives that of the one
     before. x must stay as it is until then. Sends N bytes of N."""
     count(mesh, axis, "shift", x.numel() * x.element_size(), what)
-    out, n, rank, group = torch.empty_like(x), mesh.size[axis], mesh.coord[axis], mesh.group[axis]
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % n)])
+    n, rank, group = mesh.size[axis], mesh.coord[axis], mesh.group[axis]
+    both = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, torch.empty_like(x), group=group, group_peer=(rank - 1) % n)]
+    works = dist.batch_isend_irecv(both)
 
     def finish():
         for work in works:
             work.wait()
-        return out
+        return both[1].tensor
 
     return Handle(None, finish)
 
@@ -1291,9 +1291,9 @@ class _Ring(torch.autograd.Function):
             coming = shift_start(mesh, kv, "cp", "keys") if i < c - 1 else None
             mine = kv.new_zeros(kv.shape, dtype=kind)
             if step is not None:
-                rows = [x[:, step.q] for x in (do, q)], [x[:, :, step.q] for x in (lse, delta)]
-                dq_, *dkv = ctx.attend[1](*rows[0], *kv[:, :, step.k], o[:, step.q], *rows[1],
-                                          *step[2:])
+                do_, q_, o_ = (x[:, step.q] for x in (do, q, o))
+                of_rows = (x[:, :, step.q] for x in (lse, delta))
+                dq_, *dkv = ctx.attend[1](do_, q_, *kv[:, :, step.k], o_, *of_rows, *step[2:])
                 dq[:, step.q] += dq_
                 for full, part in zip(mine, dkv):
                     full[:, step.k] = part
