@@ -295,22 +295,29 @@ def add_product_(out, a, b, alpha=1.0):
     out.add_(torch.bmm(a, b), alpha=alpha)
 
 
-def rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept):
+def softmax_(s):
+    return torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.softmax(-1)
+
+
+def rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept, with_lse=True):
     """Blocks of queries against the keys that any of them sees: most of what is masked is never
     computed, and no T x T matrix exists. p goes to the list `kept`, if there is one."""
     n_kv = k.shape[2]
     kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))  # [B n_kv, T, d]
     o = torch.empty_like(q)  # with the strides of q, which tp has chosen
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype)) if with_lse else None
     for i, j, a, b in row_blocks(q, k, hi, bounds):
         if a == b:
             o[:, i:j], lse[:, :, i:j] = 0, -math.inf
             continue
         p, _ = row_scores(gather_rows(q, i, j, n_kv), kt, lo, hi, (i, j, a, b), scale, softcap)
-        top = p.amax(-1, keepdim=True).clamp_(min=torch.finfo(p.dtype).min)  # of none: not -inf
-        total = p.sub_(top).exp_().sum(-1, keepdim=True, dtype=lse.dtype)
-        lse[:, :, i:j] = (total.log() + top).view(lse[:, :, i:j].shape)
-        p.div_(total.clamp_(min=1))  # the largest has given 1
+        if with_lse:
+            top = p.amax(-1, keepdim=True).clamp_(min=torch.finfo(p.dtype).min)  # of none: not -inf
+            total = p.sub_(top).exp_().sum(-1, keepdim=True, dtype=lse.dtype)
+            lse[:, :, i:j] = (total.log() + top).view(lse[:, :, i:j].shape)
+            p.div_(total.clamp_(min=1))  # the largest has given 1
+        else:
+            p = softmax_(p)
         scatter_rows_(o, torch.bmm(p, vt[:, a:b]), i, j, n_kv)
         if kept is not None:
             kept.append(p)
@@ -323,7 +330,8 @@ def rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
     (B, _, _, d), n_kv = q.shape, k.shape[2]
     kt, vt = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))
     dk, dv = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (kt, vt))
-    dq, lse = torch.zeros_like(q), lse.clamp(min=torch.finfo(lse.dtype).min)
+    dq = torch.zeros_like(q)
+    lse = None if lse is None else lse.clamp(min=torch.finfo(lse.dtype).min)
     blocks = (block for block in row_blocks(q, k, hi, bounds) if block[2] < block[3])
     for n, (i, j, a, b) in enumerate(blocks):
         qb, dob = gather_rows(q, i, j, n_kv), gather_rows(do, i, j, n_kv)
@@ -331,7 +339,7 @@ def rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
             p, slope = kept[n], None
         else:
             p, slope = row_scores(qb, kt, lo, hi, (i, j, a, b), scale, softcap)
-            p.sub_(rows_of(lse, i, j, n_kv)).exp_()
+            p = softmax_(p) if lse is None else p.sub_(rows_of(lse, i, j, n_kv)).exp_()
         ds = torch.bmm(dob, vt[:, a:b].transpose(1, 2))
         add_product_(dv[:, a:b], p.transpose(1, 2), dob)
         ds.sub_(rows_of(delta, i, j, n_kv)).mul_(p)
@@ -346,7 +354,7 @@ def fused(q, k, lo, hi, softcap):
     plain = lo is None and (hi is None or not torch.is_tensor(hi)) and softcap is None
     if q.is_cuda:
         return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0
-    return plain and (max(q.shape[1], k.shape[1]) > SHORT or emulated(q))
+    return plain and max(q.shape[1], k.shape[1]) > SHORT
 
 
 def fused_forward(q, k, v, causal, scale):
@@ -600,16 +608,18 @@ def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
     return dq, dk, dv
 
 
-def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None):
+def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None,
+                      with_lse=True):
     """See attention: (o, lse) without autograd, o in q.dtype or wider."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if emulated(q):
+        q, k, v = q.float(), k.float(), v.float()
     if fused(q, k, lo, hi, softcap):
         return fused_forward(q, k, v, hi is None, scale)
     if triton and q.is_cuda and q.dtype != torch.float64:
         return flash_forward(q, k, v, *limits(q, k, lo, hi), scale, softcap)
-    if emulated(q):
-        q, k, v = q.float(), k.float(), v.float()
-    return rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept)
+    with_lse = with_lse or hi is not None  # which also keeps empty rows from being nan
+    return rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept, with_lse)
 
 
 def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None, scale=None,
@@ -618,12 +628,13 @@ def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None
     the part of the gradients that goes through these keys. delta [B, H, Tq]: see row_sums; where
     the gradient of lse was subtracted from it, o is to be None, as torch's kernel does not know."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if emulated(q):
+        do, q, k, v = do.float(), q.float(), k.float(), v.float()
+        o = None if o is None else o.float()
     if o is not None and fused(q, k, lo, hi, softcap):
         return fused_backward(do, q, k, v, o, lse, hi is None, scale)
     if triton and q.is_cuda and q.dtype != torch.float64:
         return flash_backward(do, q, k, v, lse, delta, *limits(q, k, lo, hi), scale, softcap)
-    if emulated(q):
-        do, q, k, v = do.float(), q.float(), k.float(), v.float()
     delta = delta.to(q.dtype)
     return rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
 
@@ -636,9 +647,9 @@ def row_sums(do, o):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, lo, hi, keep, options):
+    def forward(ctx, q, k, v, lo, hi, keep, with_lse, options):
         kept = [] if keep and max(q.shape[1], k.shape[1]) <= SHORT else None
-        o, lse = attention_forward(q, k, v, lo, hi, *options, kept)
+        o, lse = attention_forward(q, k, v, lo, hi, *options, kept, with_lse)
         o = o.to(q.dtype)
         hi_ = hi if torch.is_tensor(hi) else None
         ctx.save_for_backward(q, k, v, o, lse, lo, hi_, *(kept or ()))
@@ -656,17 +667,20 @@ class _Attention(torch.autograd.Function):
             delta, o = delta - dlse, None
         hi = ctx.hi if hi is None else hi
         grads = attention_backward(do, q, k, v, o, lse, delta, lo, hi, *ctx.options, kept)
-        return *(g.to(q.dtype) for g in grads), None, None, None, None
+        return *(g.to(q.dtype) for g in grads), None, None, None, None, None
 
 
-def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, keep=True):
+def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, keep=True,
+              with_lse=True):
     """See attention_ref; lo and hi [1, Tq] are those of all sequences. The plain causal or full
     square goes to torch's fused kernel, except short ones on a CPU, where row blocks are faster;
     intervals go to Triton on a GPU, in row blocks on a CPU. `bounds` is what the host knows of lo
     and hi: two numpy arrays [Tq], the lowest lo and the highest hi in the batch; row blocks do not
     compute keys outside. `keep`: row blocks of a short sequence keep their probabilities for the
-    backward (T^2 / 2 per head); without it they are made again."""
-    return _Attention.apply(q, k, v, lo, hi, keep and softcap is None, (bounds, scale, softcap))
+    backward (T^2 / 2 per head); without it they are made again. Without `with_lse` the log-sum-exp
+    may be None, which saves row blocks two passes."""
+    keep = keep and softcap is None
+    return _Attention.apply(q, k, v, lo, hi, keep, with_lse, (bounds, scale, softcap))
 
 
 # ---------------------------------------------------------------------------------------------

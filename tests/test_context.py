@@ -276,7 +276,7 @@ def test_rings_within_a_larger_world(layout, world):
 
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_bfloat16_error_does_not_grow_with_the_ring(mask, world):
-    """Of outputs and gradients, beside one process in bfloat16: at most its error and a half for
+    """Of outputs and gradients, beside one process in bfloat16: at most 1.25 times its error, for
     every c (parts are rounded once each, and merged and summed in float32)."""
     shape = (64, 4, 2, 16, 2, MASKS[mask])
     want = truth_of(*shape, torch.bfloat16)
@@ -290,7 +290,7 @@ def test_bfloat16_error_does_not_grow_with_the_ring(mask, world):
         errors[c] = [rms(parts, c, n, x) for n, x in enumerate(want)]
     for c in (2, 4, 8):
         for name, e, alone_ in zip(("o", "dq", "dk", "dv"), errors[c], errors[1]):
-            assert e <= 1.5 * alone_, (c, name, e / alone_)
+            assert e <= 1.25 * alone_, (c, name, e / alone_)
 
 
 def alone(T, heads, n_kv, d, B, mask):

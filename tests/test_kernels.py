@@ -436,11 +436,15 @@ def test_attention_error_beside_torchs_kernel(dtype, monkeypatch):
 
 @quick
 def test_kept_and_remade_probabilities_agree():
+    """With the log-sum-exp or without it."""
     inputs, lo = qkv(2, 50, 4, 2, 8, F32), starts([[20, 30], [50]])
     for at in (None, lo):
         a, b = (grads(lambda *t, k=k, at=at: attention(*t, at, keep=k), inputs)
                 for k in (True, False))  # fmt: skip
         close(a, b, 8 * torch.finfo(F32).eps)
+        for keep in (True, False):
+            c = grads(lambda *t, k=keep, at=at: attention(*t, at, keep=k, with_lse=False), inputs)
+            close(a, c, 8 * torch.finfo(F32).eps)
 
 
 # ---------------------------------------------------------------------------------------------
