@@ -608,6 +608,27 @@ def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
     return dq, dk, dv
 
 
+def operator(fn, schema, fake):
+    """fn as an operator of torch: torch.compile puts a call of it into its graph and does not look
+    inside. `fake` makes the results' shapes."""
+    made = torch.library.custom_op(f"minimesh::{fn.__name__}", fn, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+if triton:
+    flash_forward = operator(
+        flash_forward, "(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, float scale, "
+        "float? softcap) -> (Tensor, Tensor)", lambda q, k, v, *_: (
+            q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1],
+                                              dtype=wide(q.dtype))))
+    flash_backward = operator(
+        flash_backward, "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
+        "Tensor lo, Tensor hi, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
+        lambda do, q, k, v, lse, *_: tuple(x.new_empty(x.shape, dtype=lse.dtype)
+                                           for x in (q, k, v)))
+
+
 def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None,
                       with_lse=True):
     """See attention: (o, lse) without autograd, o in q.dtype or wider."""

@@ -152,6 +152,25 @@ def test_blocks_that_nobody_sees_are_not_read():
         assert torch.equal(x, y)
 
 
+def test_they_are_operators():
+    """Of torch's own check; and a compiled function holds them in one graph."""
+    q, k, v, do, lo, hi = make(1, 17, 20, 2, 1, 16, torch.float32, "window")
+    forward, backward = torch.ops.minimesh.flash_forward, torch.ops.minimesh.flash_backward
+    o, lse = flash_forward(q, k, v, lo, hi, 0.3, None)
+    delta = delta_of(do, o, torch.zeros_like(lse))
+    which = ("test_schema", "test_faketensor")
+    torch.library.opcheck(forward, (q, k, v, lo, hi, 0.3, None), test_utils=which)
+    torch.library.opcheck(backward, (do, q, k, v, lse, delta, lo, hi, 0.3, 5.0), test_utils=which)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def both(q):
+        o, lse = flash_forward(q * 1, k, v, lo, hi, 0.3, None)
+        return o, *flash_backward(do, q, k, v, lse, delta, lo, hi, 0.3, None)
+
+    for x, y in zip(both(q), (o, *flash_backward(do, q, k, v, lse, delta, lo, hi, 0.3, None))):
+        assert torch.equal(x, y)
+
+
 def test_two_runs_give_the_same_bits():
     q, k, v, do, lo, hi = make(1, 33, 40, 2, 1, 24, torch.float32, "random")
     runs = []
