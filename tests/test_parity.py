@@ -22,11 +22,11 @@ MODELS = {
                "model.dropout": 0.2, "model.qk_norm": True, "kv": "grouped"},
     "gpt2 dropped": GPT2 | {"model.dropout": 0.3, "model.tied": False, "kv": "few"},
 }
-LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"dp": 4}, {"fsdp": 4},
-           {"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4},
-           {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 3}]
-LARGE = [{"dp": 4, "fsdp": 2}, {"dp": 2, "fsdp": 4}, {"dp": 8}, {"fsdp": 8}, {"fsdp": 2, "tp": 4},
-         {"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}]
+LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"fsdp": 4}, {"dp": 2, "fsdp": 2},
+           {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
+           {"fsdp": 2, "tp": 3}]
+LARGE = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "fsdp": 2}, {"dp": 2, "fsdp": 4}, {"dp": 8},
+         {"fsdp": 8}, {"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}]
 OPTIONS = {
     "rounds": [1, 3, "uneven"],  # microbatches a step; uneven: the last is smaller
     "ignore": list(parity.RULES),
@@ -372,9 +372,9 @@ def test_layouts_equal_one_process(case, world, truth, tokens):
     check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
 
 
-SAVES = [{}, {"fsdp": 3}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"fsdp": 2, "cp": 2}]
-MORE_SAVES = [{"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
-              {"pp": 4}]
+SAVES = [{}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"fsdp": 2, "cp": 2}]
+MORE_SAVES = [{"fsdp": 3}, {"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4},
+              {"fsdp": 2, "tp": 2}, {"pp": 4}]
 REST = {"model": ["llama", "capped"], "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]}
 PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES} | REST)
 PAIRS += [{"saved": a, "resumed": b, "model": "capped", "zeros": (3, 1)} for a, b in [
