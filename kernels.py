@@ -224,7 +224,7 @@ def attention_ref(q, k, v, lo=None, hi=None, scale=None, softcap=None):
     in lo_i .. hi_i - 1, with s_ij = scale q_i . k_j, capped to softcap tanh(s_ij / softcap). Of an
     empty range o_i is 0 and lse_i -inf. q [B, Tq, H, d], k and v [B, Tk, Hkv, d], H a multiple of
     Hkv (query head h uses key head h // (H / Hkv)); lo and hi [B, Tq] integers; lo None is 0, hi
-    None is i + 1 (causal), hi an int is the same for all; scale None is 1 / sqrt(d).
+    None is i + 1 (causal, Tq = Tk), hi the number Tk is all keys; scale None is 1 / sqrt(d).
     -> o [B, Tq, H, d], lse [B, H, Tq]."""
     lo, hi = (x[:, None, :, None] for x in limits(q, k, lo, hi))
     q_, k_, v_ = (t.to(wide(q.dtype)).transpose(1, 2) for t in (q, k, v))
@@ -632,6 +632,8 @@ if triton:
 def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None,
                       with_lse=True):
     """See attention: (o, lse) without autograd, o in q.dtype or wider."""
+    keys = q.shape[1] if hi is None else k.shape[1] if torch.is_tensor(hi) else hi
+    assert keys == k.shape[1], (q.shape, k.shape, hi)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if emulated(q):
         q, k, v = q.float(), k.float(), v.float()
