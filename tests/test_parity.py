@@ -15,13 +15,14 @@ GPT2 = {"model.norm": "layernorm", "model.positions": "learned", "model.activati
         "model.bias": True, "kv": "all"}
 MODELS = {
     "llama": {"model.tied": False, "model.n_layer": 4, "kv": "grouped"},
-    "llama3": {"model.rope_scaling": LLAMA3_ROPE, "model.rope_theta": 500.0, "kv": "few"},
+    "llama3": {"model.rope_scaling": LLAMA3_ROPE, "model.rope_theta": 500.0, "kv": "all"},
     "qwen3": {"model.qk_norm": True, "model.d_head": 6, "model.n_layer": 5, "kv": "few"},
     "gpt2": GPT2,
     "capped": {"model.logit_softcap": 2.0, "model.z_loss": 0.05, "model.bias": True,
                "model.dropout": 0.2, "model.qk_norm": True, "kv": "grouped"},
     "gpt2 dropped": GPT2 | {"model.dropout": 0.3, "model.tied": False, "kv": "few"},
 }
+FEW = ["llama3", "qwen3", "capped", "gpt2 dropped"]  # that hold every choice among them
 LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"fsdp": 4}, {"dp": 2, "fsdp": 2},
            {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
            {"fsdp": 2, "tp": 3}]
@@ -281,7 +282,7 @@ def check_on_pipe(world, truth, tokens, layout, case):
         check_pipe(got["ledger"], got["sizes"], rank, case)
 
 
-ALL_PIPES = parity.covering(PIPE_OPTIONS | {"layout": PIPES, "model": list(MODELS)})
+ALL_PIPES = parity.covering(PIPE_OPTIONS | {"layout": PIPES, "model": FEW})
 
 
 @pytest.mark.parametrize("case", ALL_PIPES, ids=name_of)
@@ -322,7 +323,7 @@ CP_OPTIONS = {"parallel.cp_mode": ["ring", "ulysses"], "model.window": [None, 3,
 FEW_PIPES = {"pipe": [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)],
              "rounds": [1, 3, "uneven"], "model": ["llama", "qwen3", "capped"]}
 ALL_CP = parity.covering(OPTIONS | CP_OPTIONS | {
-    "layout": CP_LAYOUTS, "model": ["llama", "qwen3", "gpt2", "gpt2 dropped"]})
+    "layout": CP_LAYOUTS, "model": FEW})
 ALL_CP_PIPES = parity.covering(PIPE_OPTIONS | CP_OPTIONS | FEW_PIPES | {
     "layout": CP_PIPES, "parallel.zero": [0, 1, 3], "speed.recompute": ["none", "full"]})
 
@@ -362,7 +363,7 @@ def test_every_context_pipeline(layout, cases, world, truth, tokens):
         check_on_pipe(world, truth, tokens, layout, case)
 
 
-ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
+ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": FEW})
 
 
 @pytest.mark.parametrize("case", ALL, ids=name_of)
@@ -377,9 +378,6 @@ MORE_SAVES = [{"fsdp": 3}, {"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4}
               {"fsdp": 2, "tp": 2}, {"pp": 4}]
 REST = {"model": ["llama", "capped"], "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]}
 PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES} | REST)
-PAIRS += [{"saved": a, "resumed": b, "model": "capped", "zeros": (3, 1)} for a, b in [
-    ({"tp": 2}, {"tp": 3}), ({"tp": 2}, {"tp": 4}), ({"pp": 4}, {"pp": 2, "chunks": 2}),
-    ({"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2})]]
 ALL_PAIRS = parity.covering({"saved": SAVES + MORE_SAVES, "resumed": SAVES + MORE_SAVES} | REST)
 
 
@@ -448,8 +446,7 @@ def test_stages_are_bit_equal_at_two_ranks(world, tokens):
         assert all(torch.equal(other["params"][n], p) for n, p in results[0]["params"].items())
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}],
-                         ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_zero_2_and_3_are_bit_equal(layout, world, tokens):
     case = {"rounds": 3, "optim.grad_clip": 0.5, "speed.dtype": "bfloat16", "model.n_layer": 4}
     a, b = (world(math.prod(layout.values())).run(parity.run_case, on_layout(
