@@ -181,10 +181,10 @@ class Attention(nn.Module):
     With fewer of these than tp ranks, their weights are whole everywhere, and a rank computes the
     one head that its queries need."""
 
-    def __init__(self, cfg, mesh, keep_gathered, window, cp_mode):
+    def __init__(self, cfg, mesh, keep_gathered, window):
         super().__init__()
         self.mesh, self.d_head, self.rotary = mesh, cfg.d_head, cfg.positions == "rotary"
-        self.window, self.cp_mode = window, cp_mode
+        self.window = window
         self.keep, self.enter, self.leave = keep_gathered, enter, leave
         tp = mesh.size["tp"]
         d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
@@ -300,10 +300,10 @@ class Remake:
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg, mesh, number, keep_gathered, cp_mode):
+    def __init__(self, cfg, mesh, number, keep_gathered):
         super().__init__()
         self.attn_norm = Norm(cfg, cfg.d_model)
-        self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number], cp_mode)
+        self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number])
         self.mlp_norm = Norm(cfg, cfg.d_model)
         self.mlp = MLP(cfg, mesh, keep_gathered)
         self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
@@ -397,7 +397,7 @@ class Transformer(nn.Module):
         for s in range(rank, len(stages), p):
             numbers, first, last = range(*bounds[s : s + 2]), len(self.names), s == len(stages) - 1
             for i in numbers:
-                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered, cp_mode)
+                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered)
             self.names += ["embed"] * (s == 0) + [f"layers.{i}" for i in numbers] + ["head"] * last
             self.chunks.append(Chunk(range(first, len(self.names)), last))
         rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this tp rank

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
+import tensor  # noqa: E402
 from sharded import SHAPES, config_of, serve, start_ranks  # noqa: E402
 
 import model as model_py  # noqa: E402
@@ -34,7 +35,7 @@ def silence():
         x if wait else parallel.Handle(None, lambda: x))
 
 
-class Ours:
+class Ours(tensor.Ours):
     def __init__(self, cfg, args):
         n, mode = dist.get_world_size(), "ulysses" if args.system == "ulysses" else "ring"
         self.mesh = parallel.build_mesh(parallel.layout_of(n, cp=n), "cpu")
@@ -46,12 +47,7 @@ class Ours:
             silence()
 
     def step(self, tokens, targets):
-        self.blocks.begin()
-        micro = self.model.micro(tokens, targets, scale=torch.tensor(1 / targets.numel()))
-        actions = parallel.program(1, 0, "1f1b", 1)
-        loss = parallel.run(actions, self.fns, self.blocks, [micro])
-        self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
-        return parallel.all_reduce(self.mesh, loss, "loss") / targets.numel()
+        return parallel.all_reduce(self.mesh, super().step(tokens, targets), "loss")
 
 
 def main():

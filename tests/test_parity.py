@@ -23,11 +23,11 @@ MODELS = {
     "gpt2 dropped": GPT2 | {"model.dropout": 0.3, "model.tied": False, "kv": "few"},
 }
 FEW = ["llama3", "qwen3", "capped", "gpt2 dropped"]  # that hold every choice among them
-LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"fsdp": 4}, {"dp": 2, "fsdp": 2},
-           {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"fsdp": 2, "tp": 2},
-           {"fsdp": 2, "tp": 3}]
-LARGE = [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 4, "fsdp": 2}, {"dp": 2, "fsdp": 4}, {"dp": 8},
-         {"fsdp": 8}, {"fsdp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}]
+LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"dp": 4}, {"fsdp": 4},
+           {"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4},
+           {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 3}]
+LARGE = [{"dp": 4, "fsdp": 2}, {"dp": 2, "fsdp": 4}, {"dp": 8}, {"fsdp": 8}, {"fsdp": 2, "tp": 4},
+         {"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}]
 OPTIONS = {
     "rounds": [1, 3, "uneven"],  # microbatches a step; uneven: the last is smaller
     "ignore": list(parity.RULES),
@@ -378,6 +378,9 @@ MORE_SAVES = [{"fsdp": 3}, {"dp": 2}, {"dp": 2, "fsdp": 2}, {"tp": 3}, {"tp": 4}
               {"fsdp": 2, "tp": 2}, {"pp": 4}]
 REST = {"model": ["llama", "capped"], "zeros": [(0, 3), (3, 0), (1, 2), (3, 3)]}
 PAIRS = parity.covering({"saved": SAVES, "resumed": SAVES} | REST)
+PAIRS += [{"saved": a, "resumed": b, "model": "capped", "zeros": (3, 1)} for a, b in [
+    ({"tp": 2}, {"tp": 3}), ({"tp": 2}, {"tp": 4}), ({"pp": 4}, {"pp": 2, "chunks": 2}),
+    ({"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}), ({"fsdp": 3}, {"fsdp": 2, "cp": 2})]]
 ALL_PAIRS = parity.covering({"saved": SAVES + MORE_SAVES, "resumed": SAVES + MORE_SAVES} | REST)
 
 
@@ -446,7 +449,8 @@ def test_stages_are_bit_equal_at_two_ranks(world, tokens):
         assert all(torch.equal(other["params"][n], p) for n, p in results[0]["params"].items())
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}],
+                         ids=str)
 def test_zero_2_and_3_are_bit_equal(layout, world, tokens):
     case = {"rounds": 3, "optim.grad_clip": 0.5, "speed.dtype": "bfloat16", "model.n_layer": 4}
     a, b = (world(math.prod(layout.values())).run(parity.run_case, on_layout(
