@@ -9,12 +9,12 @@
     cross-entropy         -log softmax(x W^T)[target], chunk by chunk       nothing: dx, dW at once
 
 Each comes as `op_ref`, the definition in plain differentiable PyTorch, which is the specification;
-then the fast path, an autograd function whose backward is written out, for attention also in
-Triton; then the public `op`. (The loss has its pieces here; a loop over chunks, with two sums over
-ranks, joins them.) Sums and normalisations are held in float32 whatever the input (in float64 if it
-is float64); results have the dtype of the input. Shapes: B sequences, T tokens, H heads of d
-channels, D channels, V vocabulary entries, N = B T. The file imports nothing of the project and may
-be copied alone.
+then Triton kernels, forward and backward, each an operator of torch; then an autograd function
+whose backward is written out, in PyTorch or by these; then the public `op`, whose `how` says which.
+(The loss has its pieces here; a loop over chunks, with two sums over ranks, joins them.) Sums and
+normalisations are held in float32 whatever the input (in float64 if it is float64); results have
+the dtype of the input. Shapes: B sequences, T tokens, H heads of d channels, D channels, V
+vocabulary entries, N = B T. The file imports nothing of the project and may be copied alone.
 """
 
 from __future__ import annotations  # without Triton nothing then looks up tl.constexpr
@@ -61,51 +61,235 @@ def emulated(x):
 
 
 # ---------------------------------------------------------------------------------------------
+# PyTorch or Triton, and what the kernels share. What memory bounds reads an operand once and writes
+# a result once; in between all is float32 (float64 for float64), to which numbers are converted as
+# they are loaded. No atomics: the same bits in every run. What a stride or a program's number
+# multiplies has 64 bits.
+
+AUTO = {  # what `auto` gives to Triton. A CPU has none; inside of a compiled layer torch joins
+    # memory-bound operations to their neighbours by itself. To be measured: python bench/ops.py
+    "cuda": ("rms_norm", "rotary", "swiglu", "cross_entropy", "attention"),
+    "compiled cuda": ("cross_entropy", "attention"),
+}
+
+
+def by_triton(operation, x, how):
+    """Does this call go to Triton? how: auto (see AUTO; not float64) | torch | triton."""
+    if how != "auto":
+        return how == "triton"
+    device = ("compiled " if torch.compiler.is_compiling() else "") + x.device.type
+    return triton is not None and x.dtype != torch.float64 and operation in AUTO.get(device, ())
+
+
+def operator(fn, schema, fake, mutates=()):
+    """fn as an operator of torch: torch.compile puts a call of it into its graph and does not look
+    inside. `fake` makes the results' shapes. Without Triton fn is left as it is, and not called."""
+    if triton is None:
+        return fn
+    name = f"minimesh::{fn.__name__}"
+    made = torch.library.custom_op(name, fn, mutates_args=mutates, schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+TILE = 4096  # numbers of each operand that a program holds at a time
+
+
+def launch(size):
+    """16 of a program's `size` numbers to a thread: two of its widest loads, if they have 2 bytes.
+    (Fusing is the default; to leave it to that warns.)"""
+    lanes = 64 if torch.version.hip else 32
+    return dict(num_warps=min(max(size // (16 * lanes), 1), 16), enable_fp_fusion=True)
+
+
+@jit
+def load_wide(x, at, here):
+    y = tl.load(x + at, mask=here, other=0.0)
+    if y.dtype != tl.float64:
+        y = y.to(tl.float32)
+    return y
+
+
+@jit
+def store_as(x, at, y, here):
+    tl.store(x + at, y.to(x.dtype.element_ty), mask=here)
+
+
+def as_rows(x, D):
+    x = x.reshape(-1, D)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def block_options(size):
+    block = min(triton.next_power_of_2(size), TILE)
+    return dict(BLOCK=block, **launch(block))
+
+
+# ---------------------------------------------------------------------------------------------
 # Normalisation
 
 
-def rms_norm_ref(x, weight, eps):
+def rms_norm_ref(x, weight, eps, residual=None):
     """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last dim: normalised in float32, cast
     to x.dtype, then times the weight, which is Llama's order (Zhang and Sennrich 2019; Touvron et
-    al. 2023). x [..., D], weight [D] -> [..., D] in x.dtype."""
+    al. 2023). x [..., D], weight [D] -> [..., D] in x.dtype. With a residual (shape and dtype of x)
+    that of h = x + residual -> (y, h)."""
+    x = x if residual is None else x + residual
     h = x.to(wide(x.dtype))
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h.to(x.dtype) * weight).to(x.dtype)
+    y = (h.to(x.dtype) * weight).to(x.dtype)
+    return y if residual is None else (y, x)
+
+
+@jit
+def rms_norm_kernel(
+    x, residual, weight, y, h, r, sx, sr, n,
+    EPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    here = (row < n) & (channel < D)
+    h_ = load_wide(x, row * sx + channel, here)
+    if residual is not None:
+        h_ += load_wide(residual, row * sr + channel, here)
+        h_ = h_.to(h.dtype.element_ty)  # what is normalised is what backward will see
+        tl.store(h + row * D + channel, h_, mask=here)
+        h_ = h_.to(r.dtype.element_ty)
+    r_ = tl.rsqrt(tl.sum(h_ * h_, 1, keep_dims=True) / D + EPS)
+    tl.store(r + row, r_, mask=row < n)
+    y_ = (h_ * r_).to(y.dtype.element_ty).to(r.dtype.element_ty)
+    store_as(y, row * D + channel, y_ * load_wide(weight, channel, channel < D), here)
+
+
+@jit
+def rms_norm_backward_kernel(
+    dy, h, weight, r, dh, dx, dweight, sy, sh, sd, n,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """With u = h r:   dx = r (dy w - u mean(dy w u)) + dh,   dw = sum over rows of dy u, of which
+    each program sums those of its rows, every num_programs-th block of them."""
+    pid = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)[None, :]
+    w_ = load_wide(weight, channel, channel < D)
+    dw_ = tl.zeros([ROWS, BLOCK], dweight.dtype.element_ty)
+    for row0 in range(pid * ROWS, n, tl.num_programs(0) * ROWS):
+        row = row0 + tl.arange(0, ROWS)[:, None]
+        here = (row < n) & (channel < D)
+        r_ = tl.load(r + row, mask=row < n, other=0.0)
+        u_ = load_wide(h, row * sh + channel, here) * r_
+        dy_ = load_wide(dy, row * sy + channel, here)
+        dh_ = 0.0
+        if dh is not None:
+            dh_ = load_wide(dh, row * sd + channel, here)
+        dw_ += dy_ * u_
+        dy_ *= w_
+        dx_ = r_ * (dy_ - u_ * (tl.sum(dy_ * u_, 1, keep_dims=True) / D))
+        store_as(dx, row * D + channel, dx_ + dh_, here)
+    tl.store(dweight + pid * D + channel, tl.sum(dw_, 0, keep_dims=True), mask=channel < D)
+
+
+def row_options(D):
+    block = triton.next_power_of_2(D)
+    rows = max(TILE // block, 1)
+    return dict(D=D, ROWS=rows, BLOCK=block, **launch(rows * block))
+
+
+def rms_norm_results(x, residual, *_):
+    h = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), h, x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+
+def rms_norm_forward(x, residual, weight, eps):
+    """-> y = rms_norm(h), h = x + residual (empty if there is none), 1/rms of each row in float32.
+    See rms_norm_ref."""
+    D, weight = x.shape[-1], weight.contiguous()
+    y, h, r = rms_norm_results(x, residual)
+    if x.numel():
+        x, residual = as_rows(x, D), None if residual is None else as_rows(residual, D)
+        sizes = x.stride(0), 0 if residual is None else residual.stride(0), len(x)
+        given = row_options(D)
+        grid = (triton.cdiv(len(x), given["ROWS"]),)
+        rms_norm_kernel[grid](x, residual, weight, y, h, r, *sizes, EPS=eps, **given)
+    return y, h, r
+
+
+def rms_norm_backward(dy, h, weight, r, dh):
+    """-> dx, with dh, the gradient that reaches h without the norm (or None), added to it; and
+    dweight in float32: the sum of one part per program, of which there are as many as run at once.
+    """
+    D, weight, r = h.shape[-1], weight.contiguous(), r.contiguous()
+    dx = h.new_empty(h.shape)
+    if h.numel() == 0:
+        return dx, r.new_zeros(D)
+    dy, h, dh = as_rows(dy, D), as_rows(h, D), None if dh is None else as_rows(dh, D)
+    sizes = dy.stride(0), h.stride(0), 0 if dh is None else dh.stride(0), len(h)
+    given, most = row_options(D), 4  # in the interpreter
+    if h.is_cuda:
+        most = 2 * torch.cuda.get_device_properties(h.device).multi_processor_count
+    parts = r.new_empty(min(triton.cdiv(len(h), given["ROWS"]), most), D)
+    rms_norm_backward_kernel[(len(parts),)](dy, h, weight, r, dh, dx, parts, *sizes, **given)
+    return dx, parts.sum(0)
+
+
+rms_norm_forward = operator(
+    rms_norm_forward, "(Tensor x, Tensor? residual, Tensor weight, float eps) -> "
+    "(Tensor, Tensor, Tensor)", rms_norm_results)
+rms_norm_backward = operator(
+    rms_norm_backward, "(Tensor dy, Tensor h, Tensor weight, Tensor r, Tensor? dh) -> "
+    "(Tensor, Tensor)", lambda dy, h, weight, r, dh: (h.new_empty(h.shape),
+                                                      r.new_empty(h.shape[-1])))
 
 
 class _RMSNorm(torch.autograd.Function):
     """With r = 1/rms, t = dy * x:   dx = r (dy w) - x r^3 (t . w) / D,   dw = sum over rows of r t.
-    Both sums are matrix-vector products of t, so the whole backward reads it only twice."""
+    Both sums are matrix-vector products of t, so the whole backward reads it only twice. With a
+    residual x is the sum, and what its gradient is without the norm, dh, is added to dx."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        h = x.to(wide(x.dtype))
-        r = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, r)
-        return (h * r).to(x.dtype).mul_(weight)
+    def forward(ctx, x, residual, weight, eps, how):
+        ctx.triton = by_triton("rms_norm", x, how)
+        if ctx.triton:
+            y, h, r = rms_norm_forward(x, residual, weight, eps)
+            h = x if residual is None else h
+        else:
+            h = x if residual is None else x + residual
+            h_ = h.to(wide(x.dtype))
+            r = torch.linalg.vector_norm(h_, dim=-1, keepdim=True)
+            r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            y = (h_ * r).to(x.dtype).mul_(weight)
+        ctx.save_for_backward(h, weight, r)
+        ctx.added = residual is not None
+        return (y, h) if ctx.added else y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, dh=None):
         x, weight, r = ctx.saved_tensors
+        if ctx.triton:
+            dx, dw = rms_norm_backward(dy, x, weight, r, dh)
+            return dx, dx if ctx.added else None, dw.to(weight.dtype), None, None
         D, w = x.shape[-1], weight.to(r.dtype)
         x_, dy_, r_ = (t.to(r.dtype).reshape(-1, t.shape[-1]) for t in (x, dy, r))
         t = x_ * dy_
         dw = torch.mv(t.t(), r_[:, 0])
         pull = torch.mv(t, w)[:, None] * r_.pow(3).div_(-D)
         dx = (dy_ * w).mul_(r_).addcmul_(x_, pull)
-        return dx.view(x.shape).to(x.dtype), dw.to(weight.dtype), None
+        dx = dx.view(x.shape) if dh is None else dx.view(x.shape).add_(dh)
+        dx = dx.to(x.dtype)
+        return dx, dx if ctx.added else None, dw.to(weight.dtype), None, None
 
 
-def rms_norm(x, weight, eps):
+def rms_norm(x, weight, eps, residual=None, how="auto"):
     """See rms_norm_ref. On a CPU a third to a quarter of F.rms_norm's time, forward + backward."""
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, residual, weight, eps, how)
 
 
-def layer_norm(x, weight, bias, eps):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dim; bias may be None."""
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+def layer_norm(x, weight, bias, eps, residual=None):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dim; bias may be None. With a
+    residual, of x + residual -> (y, x + residual)."""
+    x = x if residual is None else x + residual
+    y = F.layer_norm(x, weight.shape, weight, bias, eps)
+    return y if residual is None else (y, x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -142,6 +326,63 @@ def rotary_ref(q, k, cos, sin):
     return turn(q), turn(k)
 
 
+@jit
+def turn_heads(
+    x, y, stride, H, cos, sin, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The heads of one token."""
+    channel = tl.arange(0, BLOCK)[None, :]
+    for h0 in range(0, H, HEADS):
+        head = (h0 + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+        here = (head < H) & (channel < HALF)
+        at, to = head * stride + channel, head * (2 * HALF) + channel
+        x1, x2 = load_wide(x, at, here), load_wide(x, at + HALF, here)
+        store_as(y, to, x1 * cos - x2 * sin, here)
+        store_as(y, to + HALF, x2 * cos + x1 * sin, here)
+
+
+@jit
+def rotary_kernel(
+    q, k, cos, sin, q_out, k_out, sqb, sqt, sqh, skb, skt, skh, scb, sct, ssb, sst, T, H, HKV,
+    SIGN: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    b, t = token // T, token % T
+    channel = tl.arange(0, BLOCK)[None, :]
+    cos_ = load_wide(cos, b * scb + t * sct + channel, channel < HALF)
+    sin_ = load_wide(sin, b * ssb + t * sst + channel, channel < HALF) * SIGN
+    q += b * sqb + t * sqt
+    k += b * skb + t * skt
+    turn_heads(q, q_out + token * H * (2 * HALF), sqh, H, cos_, sin_, HALF, Q_HEADS, BLOCK)
+    turn_heads(k, k_out + token * HKV * (2 * HALF), skh, HKV, cos_, sin_, HALF, K_HEADS, BLOCK)
+
+
+def rotary_options(d, *heads):
+    block = triton.next_power_of_2(d // 2)
+    q, k = (min(triton.next_power_of_2(n), max(TILE // 2 // block, 1)) for n in heads)
+    return dict(HALF=d // 2, BLOCK=block, Q_HEADS=q, K_HEADS=k, **launch(q * block))
+
+
+def rotary_forward(q, k, cos, sin, sign):
+    """-> q and k, new and contiguous, turned by their angles (sign 1) or back (-1: the backward).
+    See rotary_ref."""
+    B, T, H, d = q.shape
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    if q.numel():
+        cos, sin = (x.expand(B, T, -1) for x in (cos, sin))
+        q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+        strides = [n for x in (q, k, cos, sin) for n in x.stride()[:-1]]
+        given = dict(rotary_options(d, H, k.shape[2]), SIGN=sign)
+        rotary_kernel[(B * T,)](q, k, cos, sin, q_out, k_out, *strides, T, H, k.shape[2], **given)
+    return q_out, k_out
+
+
+rotary_forward = operator(
+    rotary_forward, "(Tensor q, Tensor k, Tensor cos, Tensor sin, int sign) -> (Tensor, Tensor)",
+    lambda q, k, cos, sin, sign: (q.new_empty(q.shape), k.new_empty(k.shape)))
+
+
 def rotate(x, cos, sin):
     """One multiply and one multiply-add over whole heads: x (cos, cos) + (x2, x1) (-sin, sin)."""
     h = x.to(wide(x.dtype))
@@ -155,20 +396,25 @@ class _Rotary(torch.autograd.Function):
     """A rotation's transpose is the rotation back: backward needs the tables and nothing else."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx, q, k, cos, sin, how):
         ctx.save_for_backward(cos, sin)
+        ctx.triton = by_triton("rotary", q, how)
+        if ctx.triton:
+            return rotary_forward(q, k, cos, sin, 1)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return rotate(dq, cos, -sin), rotate(dk, cos, -sin), None, None
+        if ctx.triton:
+            return *rotary_forward(dq, dk, cos, sin, -1), None, None, None
+        return rotate(dq, cos, -sin), rotate(dk, cos, -sin), None, None, None
 
 
-def rotary(q, k, cos, sin):
+def rotary(q, k, cos, sin, how="auto"):
     """See rotary_ref. -> (q, k) turned by their positions."""
-    return _Rotary.apply(q, k, cos, sin)
+    return _Rotary.apply(q, k, cos, sin, how)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -180,25 +426,72 @@ def swiglu_ref(gate, up):
     return F.silu(gate) * up
 
 
+@jit
+def swiglu_kernel(gate, up, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate_ = load_wide(gate, at, at < n)
+    store_as(y, at, gate_ * tl.sigmoid(gate_) * load_wide(up, at, at < n), at < n)
+
+
+@jit
+def swiglu_backward_kernel(dy, gate, up, dgate, dup, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy_, gate_ = load_wide(dy, at, at < n), load_wide(gate, at, at < n)
+    s = tl.sigmoid(gate_)
+    store_as(dup, at, dy_ * gate_ * s, at < n)
+    slope = s * (1 + gate_ * (1 - s))
+    store_as(dgate, at, dy_ * load_wide(up, at, at < n) * slope, at < n)
+
+
+def elementwise(kernel, inputs, outputs):
+    n = outputs[0].numel()
+    if n:
+        given = block_options(n)
+        inputs = (x.contiguous() for x in inputs)
+        kernel[(triton.cdiv(n, given["BLOCK"]),)](*inputs, *outputs, n, **given)
+    return outputs
+
+
+def swiglu_forward(gate, up):
+    """See swiglu_ref."""
+    return elementwise(swiglu_kernel, (gate, up), (gate.new_empty(gate.shape),))[0]
+
+
+def swiglu_backward(dy, gate, up):
+    """-> dgate, dup."""
+    outputs = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    return elementwise(swiglu_backward_kernel, (dy, gate, up), outputs)
+
+
+swiglu_forward = operator(swiglu_forward, "(Tensor gate, Tensor up) -> Tensor",
+                          lambda gate, up: gate.new_empty(gate.shape))
+swiglu_backward = operator(
+    swiglu_backward, "(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+
+
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) is made again in the backward: one pass more, one activation per layer less."""
 
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, how):
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.triton = by_triton("swiglu", gate, how)
+        return swiglu_forward(gate, up) if ctx.triton else F.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
+        if ctx.triton:
+            return *swiglu_backward(dy, gate, up), None
         dgate = torch.ops.aten.silu_backward(dy * up, gate)
-        return dgate, F.silu(gate).mul_(dy)
+        return dgate, F.silu(gate).mul_(dy), None
 
 
-def swiglu(gate, up):
+def swiglu(gate, up, how="auto"):
     """See swiglu_ref."""
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up, how)
 
 
 def gelu(x):
@@ -608,45 +901,34 @@ def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
     return dq, dk, dv
 
 
-def operator(fn, schema, fake):
-    """fn as an operator of torch: torch.compile puts a call of it into its graph and does not look
-    inside. `fake` makes the results' shapes."""
-    made = torch.library.custom_op(f"minimesh::{fn.__name__}", fn, mutates_args=(), schema=schema)
-    made.register_fake(fake)
-    return made
-
-
-if triton:
-    flash_forward = operator(
-        flash_forward, "(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, float scale, "
-        "float? softcap) -> (Tensor, Tensor)", lambda q, k, v, *_: (
-            q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1],
-                                              dtype=wide(q.dtype))))
-    flash_backward = operator(
-        flash_backward, "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
-        "Tensor lo, Tensor hi, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
-        lambda do, q, k, v, lse, *_: tuple(x.new_empty(x.shape, dtype=lse.dtype)
-                                           for x in (q, k, v)))
+flash_forward = operator(
+    flash_forward, "(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, float scale, "
+    "float? softcap) -> (Tensor, Tensor)", lambda q, k, v, *_: (
+        q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))))
+flash_backward = operator(
+    flash_backward, "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
+    "Tensor lo, Tensor hi, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
+    lambda do, q, k, v, lse, *_: tuple(x.new_empty(x.shape, dtype=lse.dtype) for x in (q, k, v)))
 
 
 def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None,
-                      with_lse=True):
+                      with_lse=True, how="auto"):
     """See attention: (o, lse) without autograd, o in q.dtype or wider."""
     keys = q.shape[1] if hi is None else k.shape[1] if torch.is_tensor(hi) else hi
     assert keys == k.shape[1], (q.shape, k.shape, hi)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if emulated(q):
         q, k, v = q.float(), k.float(), v.float()
-    if fused(q, k, lo, hi, softcap):
+    if how != "triton" and fused(q, k, lo, hi, softcap):
         return fused_forward(q, k, v, hi is None, scale)
-    if triton and q.is_cuda and q.dtype != torch.float64:
+    if by_triton("attention", q, how):
         return flash_forward(q, k, v, *limits(q, k, lo, hi), scale, softcap)
     with_lse = with_lse or hi is not None  # which also keeps empty rows from being nan
     return rows_forward(q, k, v, lo, hi, bounds, scale, softcap, kept, with_lse)
 
 
 def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None, scale=None,
-                       softcap=None, kept=()):
+                       softcap=None, kept=(), how="auto"):
     """(dq, dk, dv), each in q.dtype or wider. o and lse may be merged from more keys than these:
     the part of the gradients that goes through these keys. delta [B, H, Tq]: see row_sums; where
     the gradient of lse was subtracted from it, o is to be None, as torch's kernel does not know."""
@@ -654,9 +936,9 @@ def attention_backward(do, q, k, v, o, lse, delta, lo=None, hi=None, bounds=None
     if emulated(q):
         do, q, k, v = do.float(), q.float(), k.float(), v.float()
         o = None if o is None else o.float()
-    if o is not None and fused(q, k, lo, hi, softcap):
+    if how != "triton" and o is not None and fused(q, k, lo, hi, softcap):
         return fused_backward(do, q, k, v, o, lse, hi is None, scale)
-    if triton and q.is_cuda and q.dtype != torch.float64:
+    if by_triton("attention", q, how):
         return flash_backward(do, q, k, v, lse, delta, *limits(q, k, lo, hi), scale, softcap)
     delta = delta.to(q.dtype)
     return rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
@@ -670,13 +952,13 @@ def row_sums(do, o):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, lo, hi, keep, with_lse, options):
+    def forward(ctx, q, k, v, lo, hi, keep, with_lse, options, how):
         kept = [] if keep and max(q.shape[1], k.shape[1]) <= SHORT else None
-        o, lse = attention_forward(q, k, v, lo, hi, *options, kept, with_lse)
+        o, lse = attention_forward(q, k, v, lo, hi, *options, kept, with_lse, how)
         o = o.to(q.dtype)
         hi_ = hi if torch.is_tensor(hi) else None
         ctx.save_for_backward(q, k, v, o, lse, lo, hi_, *(kept or ()))
-        ctx.hi, ctx.options = None if torch.is_tensor(hi) else hi, options
+        ctx.hi, ctx.options, ctx.how = None if torch.is_tensor(hi) else hi, options, how
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -689,12 +971,12 @@ class _Attention(torch.autograd.Function):
         if dlse is not None:
             delta, o = delta - dlse, None
         hi = ctx.hi if hi is None else hi
-        grads = attention_backward(do, q, k, v, o, lse, delta, lo, hi, *ctx.options, kept)
-        return *(g.to(q.dtype) for g in grads), None, None, None, None, None
+        grads = attention_backward(do, q, k, v, o, lse, delta, lo, hi, *ctx.options, kept, ctx.how)
+        return *(g.to(q.dtype) for g in grads), *[None] * 6
 
 
 def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, keep=True,
-              with_lse=True):
+              with_lse=True, how="auto"):
     """See attention_ref; lo and hi [1, Tq] are those of all sequences. The plain causal or full
     square goes to torch's fused kernel, except short ones on a CPU, where row blocks are faster;
     intervals go to Triton on a GPU, in row blocks on a CPU. `bounds` is what the host knows of lo
@@ -703,7 +985,7 @@ def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, 
     backward (T^2 / 2 per head); without it they are made again. Without `with_lse` the log-sum-exp
     may be None, which saves row blocks two passes."""
     keep = keep and softcap is None
-    return _Attention.apply(q, k, v, lo, hi, keep, with_lse, (bounds, scale, softcap))
+    return _Attention.apply(q, k, v, lo, hi, keep, with_lse, (bounds, scale, softcap), how)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -719,6 +1001,99 @@ def linear_cross_entropy_ref(x, weight, targets, softcap=None, z_loss=0.0):
     lse, counted = z.logsumexp(-1), targets != IGNORE
     hit = z.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
     return torch.where(counted, lse - hit + z_loss * lse.square(), 0.0).sum()
+
+
+@jit
+def capped(z, SOFTCAP: tl.constexpr):
+    """-> softcap tanh(z / softcap) and its slope."""
+    slope = 1.0
+    if SOFTCAP is not None:
+        t = 1 - 2 / (1 + tl.exp(z * (2 / SOFTCAP)))  # tanh
+        z, slope = t * SOFTCAP, 1 - t * t
+    return z, slope
+
+
+@jit
+def ce_local_kernel(
+    logits, local, m, s, hit, stride, V, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row: an online softmax's sums."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], m.dtype.element_ty)
+    top = tl.full([], -1e30, m.dtype.element_ty)  # not -inf, from which -inf may not be taken
+    for j0 in tl.range(0, V, BLOCK, num_stages=3):
+        z, _ = capped(load_wide(logits + j0, column, column < V - j0), SOFTCAP)
+        z = tl.where(column < V - j0, z, float("-inf"))
+        raised = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - raised) + tl.exp(z - raised)
+        top = raised
+    at = tl.load(local + row)
+    z, _ = capped(load_wide(logits, at, (at >= 0) & (at < V)), SOFTCAP)  # of 0 it is 0
+    tl.store(m + row, top)
+    tl.store(s + row, tl.sum(total, 0))
+    tl.store(hit + row, z)
+
+
+@jit
+def ce_grad_kernel(
+    logits, local, lse, factor, stride, V,
+    SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one row. Rows that do not count are not even read."""
+    blocks = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at, lse_, factor_ = tl.load(local + row), tl.load(lse + row), tl.load(factor + row)
+    at = tl.where((at >= 0) & (at < V), at, -1).to(tl.int32)  # columns have 32 bits
+    end = tl.where(factor_ != 0, V, 0)
+    logits += row * stride
+    z, slope = capped(load_wide(logits, column, column < end), SOFTCAP)
+    g = tl.exp(z - lse_) * (1 + 2 * Z_LOSS * lse_) - tl.where(column == at, 1.0, 0.0)
+    store_as(logits, column, tl.where(column < end, factor_ * g * slope, 0.0), column < V)
+
+
+def row_factors(logits, *_):
+    return tuple(logits.new_empty(len(logits), dtype=wide(logits.dtype)) for _ in range(3))
+
+
+def ce_local_triton(logits, local, softcap):
+    """See ce_local_, whose m, s and hit these are; the logits are read once and left."""
+    n, V = logits.shape
+    m, s, hit = row_factors(logits)
+    if n == 0 or V == 0:
+        return m.fill_(-math.inf), s.zero_(), hit.zero_()
+    logits, local = as_rows(logits, V), local.contiguous()
+    given = dict(block_options(V), SOFTCAP=softcap)
+    ce_local_kernel[(n,)](logits, local, m, s, hit, logits.stride(0), V, **given)
+    return m, s, hit
+
+
+def ce_grad_triton_(logits, local, lse, factor, softcap, z_loss):
+    """Overwrites the logits by the gradient with respect to them,
+
+        factor_i (exp(z_iv - lse_i) (1 + 2 z_loss lse_i) - [v = local_i])   (times d z / d logit)
+
+    where lse_i is that of the whole vocabulary. In a row whose factor is 0 it is exactly 0."""
+    n, V = logits.shape
+    if n and V:
+        rows = as_rows(logits, V)
+        given = dict(block_options(V), SOFTCAP=softcap, Z_LOSS=z_loss)
+        lse, factor = (x.to(wide(logits.dtype)).contiguous() for x in (lse, factor))
+        local = local.contiguous()
+        grid = (n * triton.cdiv(V, given["BLOCK"]),)
+        ce_grad_kernel[grid](rows, local, lse, factor, rows.stride(0), V, **given)
+        if rows.data_ptr() != logits.data_ptr():
+            logits.copy_(rows)
+
+
+ce_local_triton = operator(
+    ce_local_triton, "(Tensor logits, Tensor local, float? softcap) -> (Tensor, Tensor, Tensor)",
+    row_factors)
+ce_grad_triton_ = operator(
+    ce_grad_triton_, "(Tensor(a!) logits, Tensor local, Tensor lse, Tensor factor, float? softcap, "
+    "float z_loss) -> ()", lambda *_: None, mutates=("logits",))
 
 
 def ce_local_(logits, prob, local, softcap, tile):
@@ -812,13 +1187,16 @@ def ce_weight(weight):
     return weight.float() if emulated(weight) else weight
 
 
-def ce_forward(x, weight, local, softcap, scratch):
+def ce_forward(x, weight, local, softcap, scratch, how="auto"):
     """The logits of a chunk: x [n, D], weight [V, D] (this rank's rows of it) -> their row factors
     (m, s, hit), see ce_local_, and what ce_backward needs of them. `local` [n]: the targets as
     rows of this weight. `scratch` is a dict in which buffers live from call to call."""
     V, kind, tile, dtype = weight.shape[0], wide(x.dtype), None, x.dtype
     x = x.to(weight.dtype)
     z = torch.mm(x, weight.t(), out=kept(scratch, "logits", (len(x), V), x))
+    if by_triton("cross_entropy", z, how):
+        sums = ce_local_triton(z, local, softcap)
+        return sums, (x, weight, local, z, None, tile, softcap, scratch, dtype)
     p = z if softcap is None else kept(scratch, "prob", z.shape, z)
     if x.dtype != kind:
         rows = 16 if x.device.type == "cpu" else len(x)
@@ -832,6 +1210,10 @@ def ce_backward(state, m, s, hit, lse, factor, z_loss, weight_grad):
     rows of the weight) and adds the weight's to `weight_grad`. m, s are this rank's, hit and lse
     those of the whole vocabulary; rows whose factor is 0 do not count."""
     x, weight, local, z, p, tile, softcap, scratch, dtype = state
+    if p is None:  # Triton has left the logits as they are
+        ce_grad_triton_(z, local, lse, factor, softcap, z_loss)
+        add_weight_grad_(weight_grad, z, x, scratch)
+        return torch.mm(z, weight).to(dtype)
     mass = s * (m - lse).exp()
     r = ce_grad_(p, z, local, lse, mass, hit, softcap, z_loss, tile)
     r = torch.where(factor == 0, 0.0, r * factor)[:, None]

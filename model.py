@@ -29,6 +29,7 @@ import dataclasses
 import math
 import pathlib
 import sys
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -148,19 +149,20 @@ class Micro(NamedTuple):
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last dim, computed in float32."""
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last dim, computed in float32. With a
+    residual, of x + residual, which is returned as well."""
 
-    def __init__(self, cfg, dim):
+    def __init__(self, cfg, dim, how):
         super().__init__()
-        self.kind, self.eps = cfg.norm, cfg.norm_eps
+        self.kind, self.eps, self.how = cfg.norm, cfg.norm_eps, how
         self.weight = declare(nn.Parameter(torch.empty(dim)))
         has_bias = cfg.bias and cfg.norm == "layernorm"
         self.bias = declare(nn.Parameter(torch.empty(dim))) if has_bias else None
 
-    def forward(self, x):
+    def forward(self, x, residual=None):
         if self.kind == "rmsnorm":
-            return kernels.rms_norm(x, self.weight, self.eps)
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+            return kernels.rms_norm(x, self.weight, self.eps, residual, self.how)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)
 
 
 def linear(d_in, d_out, bias, cut, tp):
@@ -181,10 +183,10 @@ class Attention(nn.Module):
     With fewer of these than tp ranks, their weights are whole everywhere, and a rank computes the
     one head that its queries need."""
 
-    def __init__(self, cfg, mesh, keep_gathered, window):
+    def __init__(self, cfg, mesh, keep_gathered, window, how):
         super().__init__()
         self.mesh, self.d_head, self.rotary = mesh, cfg.d_head, cfg.positions == "rotary"
-        self.window = window
+        self.window, self.how = window, how
         self.keep, self.enter, self.leave = keep_gathered, enter, leave
         tp = mesh.size["tp"]
         d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
@@ -195,8 +197,8 @@ class Attention(nn.Module):
         self.v = linear(cfg.d_model, d_kv, cfg.bias, None if self.shared else 0, tp)
         self.o = linear(d_q, cfg.d_model, cfg.bias, 1, tp)
         norm_cfg = dataclasses.replace(cfg, norm="rmsnorm")
-        self.q_norm = Norm(norm_cfg, cfg.d_head) if cfg.qk_norm else None
-        self.k_norm = Norm(norm_cfg, cfg.d_head) if cfg.qk_norm else None
+        self.q_norm = Norm(norm_cfg, cfg.d_head, how) if cfg.qk_norm else None
+        self.k_norm = Norm(norm_cfg, cfg.d_head, how) if cfg.qk_norm else None
 
     def kv(self, layer):
         """(weight, bias) of the key or value heads that this rank's queries need."""
@@ -214,7 +216,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
-            q, k = kernels.rotary(q, k, micro.cos, micro.sin)
+            q, k = kernels.rotary(q, k, micro.cos, micro.sin, self.how)
         out = self.attend(q, k, v, micro, cheap is plain).flatten(2)
         return self.leave(out, self.o.weight, self.o.bias, self.mesh, later)
 
@@ -222,11 +224,13 @@ class Attention(nn.Module):
         """Attention over the whole sequence, of which this cp rank has a part: local heads."""
         steps = micro.steps[self.window]
         if len(steps) > 1:
-            functions = kernels.attention_forward, kernels.attention_backward
-            return ring_attention(functions, q, k, v, steps, self.mesh)
+            functions = (partial(f, how=self.how) for f in (kernels.attention_forward,
+                                                            kernels.attention_backward))
+            return ring_attention(tuple(functions), q, k, v, steps, self.mesh)
 
         def whole(q, k, v):
-            return kernels.attention(q, k, v, *steps[0][2:], keep=keep, with_lse=False)[0]
+            return kernels.attention(q, k, v, *steps[0][2:], keep=keep, with_lse=False,
+                                     how=self.how)[0]
 
         return whole(q, k, v) if self.mesh.size["cp"] == 1 else ulysses(whole, q, k, v, self.mesh)
 
@@ -234,9 +238,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) * up x); or GELU: down(gelu(up x))."""
 
-    def __init__(self, cfg, mesh, keep_gathered):
+    def __init__(self, cfg, mesh, keep_gathered, how):
         super().__init__()
         self.mesh, self.keep, self.enter, self.leave = mesh, keep_gathered, enter, leave
+        self.activation = kernels.gelu
+        if cfg.activation == "swiglu":
+            self.activation = partial(kernels.swiglu, how=how)
         tp, gated = mesh.size["tp"], cfg.activation == "swiglu"
         self.gate = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp) if gated else None
         self.up = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp)
@@ -245,7 +252,7 @@ class MLP(nn.Module):
     def forward(self, x, later, cheap):
         layers = [(layer.weight, layer.bias) for layer in (self.gate, self.up) if layer is not None]
         h = self.enter(x, layers, self.mesh, self.keep, later)  # [B, T, d_ff/tp] each
-        h = cheap(kernels.gelu if self.gate is None else kernels.swiglu, *h)
+        h = cheap(self.activation, *h)
         return self.leave(h, self.down.weight, self.down.bias, self.mesh, later)
 
 
@@ -300,19 +307,24 @@ class Remake:
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg, mesh, number, keep_gathered):
+    def __init__(self, cfg, mesh, number, keep_gathered, how):
         super().__init__()
-        self.attn_norm = Norm(cfg, cfg.d_model)
-        self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number])
-        self.mlp_norm = Norm(cfg, cfg.d_model)
-        self.mlp = MLP(cfg, mesh, keep_gathered)
+        self.attn_norm = Norm(cfg, cfg.d_model, how)
+        self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number], how)
+        self.mlp_norm = Norm(cfg, cfg.d_model, how)
+        self.mlp = MLP(cfg, mesh, keep_gathered, how)
         self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
         self.mlp_drop = Dropout(cfg.dropout, 2 * number + 2)
 
     def forward(self, x, micro, later=None, cheap=plain):
         attn = self.attn(cheap(self.attn_norm, x), micro, later, cheap)
-        x = x + self.attn_drop(attn, micro)
-        return x + self.mlp_drop(self.mlp(cheap(self.mlp_norm, x), later, cheap), micro)
+        attn = self.attn_drop(attn, micro)
+        if cheap is plain:
+            h, x = self.mlp_norm(attn, residual=x)  # in one pass: the sum, and its norm
+        else:
+            x = x + attn
+            h = cheap(self.mlp_norm, x)
+        return x + self.mlp_drop(self.mlp(h, later, cheap), micro)
 
     def selective(self, x, micro, later=None):
         """forward that keeps the products and the output of attention, and in backward makes
@@ -350,11 +362,11 @@ class Embed(nn.Module):
 class Head(nn.Module):
     """Final norm, output layer and loss. The logits of a chunk of tokens exist at a time."""
 
-    def __init__(self, cfg, mesh, weight, loss_chunk):
+    def __init__(self, cfg, mesh, weight, loss_chunk, how):
         super().__init__()
-        self.mesh, self.vocab, self.chunk = mesh, cfg.vocab_size, loss_chunk
+        self.mesh, self.vocab, self.chunk, self.how = mesh, cfg.vocab_size, loss_chunk, how
         self.softcap, self.z_loss, self.scratch = cfg.logit_softcap, cfg.z_loss, {}
-        self.norm = Norm(cfg, cfg.d_model)
+        self.norm = Norm(cfg, cfg.d_model, how)
         self.weight = weight
 
     def forward(self, x, micro, later=None):
@@ -363,7 +375,8 @@ class Head(nn.Module):
         x = self.norm(x).reshape(-1, x.shape[-1])  # [B*T/tp, D]
         targets = micro.targets.unflatten(1, (tp, -1)).transpose(0, 1).reshape(tp, -1)
         main_grad = getattr(self.weight, "main_grad", None)
-        functions = (kernels.ce_weight, kernels.ce_forward, kernels.ce_backward)
+        forward = partial(kernels.ce_forward, how=self.how)
+        functions = kernels.ce_weight, forward, kernels.ce_backward
         return linear_cross_entropy(
             self.mesh, functions, x, self.weight, targets, micro.scale, vocab=self.vocab,
             chunk=self.chunk, weight_grad=main_grad, softcap=self.softcap, z_loss=self.z_loss,
@@ -388,7 +401,7 @@ class Transformer(nn.Module):
     meta device: `build` gives it storage."""
 
     def __init__(self, cfg, mesh, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None,
-                 cp_mode="ring"):
+                 cp_mode="ring", how="auto"):
         super().__init__()
         self.cfg, self.mesh, self.cp_mode = cfg, mesh, cp_mode
         stages = stages or [cfg.n_layer]
@@ -397,7 +410,7 @@ class Transformer(nn.Module):
         for s in range(rank, len(stages), p):
             numbers, first, last = range(*bounds[s : s + 2]), len(self.names), s == len(stages) - 1
             for i in numbers:
-                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered)
+                self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered, how)
             self.names += ["embed"] * (s == 0) + [f"layers.{i}" for i in numbers] + ["head"] * last
             self.chunks.append(Chunk(range(first, len(self.names)), last))
         rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this tp rank
@@ -406,7 +419,7 @@ class Transformer(nn.Module):
             self.embed = Embed(cfg, mesh, table)
         if rank == p - 1:
             head = table if cfg.tied else Table(rows, cfg.d_model, 0, cfg.vocab_size)
-            self.head = Head(cfg, mesh, head.weight, loss_chunk)
+            self.head = Head(cfg, mesh, head.weight, loss_chunk, how)
         # a weight of two stages is a block of its own, so that both cut it into the same shards
         self.shared = [("embed.tokens", table)] * (cfg.tied and p > 1 and rank in (0, p - 1))
         self.tables, self.in_graph = (None, None), False
@@ -467,11 +480,12 @@ class Transformer(nn.Module):
 
 
 def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, stages=None,
-          cp_mode="ring", **sharding):
+          cp_mode="ring", how="auto", **sharding):
     """Meta model -> storage. Returns (model, Blocks), weights still zero. `sharding`: the options
     of Blocks."""
     with torch.device("meta"):
-        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered, stages, cp_mode)
+        model = Transformer(cfg, mesh, pad_vocab, loss_chunk, keep_gathered, stages, cp_mode,
+                            how)
     model.dtype, p = dtype, mesh.size["pp"]
     twin = {0: p - 1, p - 1: 0}.get(mesh.coord["pp"]) if cfg.tied and p > 1 else None
     blocks = Blocks(model.named_blocks(), mesh, dtype, shared=model.shared, twin=twin, **sharding)

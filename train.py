@@ -27,6 +27,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import pathlib
 import resource
 import shutil
@@ -40,6 +41,7 @@ import yaml
 
 import checkpoint
 import data
+import kernels
 import model as model_py
 import parallel
 from model import check
@@ -131,6 +133,8 @@ def check_config(config, world):
         "parallel.offload": ["none", "optimizer"], "parallel.schedule": [*parallel.SCHEDULES],
         "parallel.zero_pp": ["keep", "regather"], "parallel.cp_mode": ["ring", "ulysses"],
         "parallel.reduce_dtype": [None, "float32", "bfloat16"],
+        "speed.kernels": ["auto", "torch", "triton"],
+        "speed.matmul": ["highest", "high", "medium"],
     }
     tests = [  # keys, what a value passes unless it is null, the same in words
         ("parallel.ep", lambda n: n == 1, "only 1 is built so far"),
@@ -160,6 +164,8 @@ def check_config(config, world):
     check(v["speed.recompute"] != "selective" or v["speed.compile"] is not True, "speed.recompute",
           "selective", "a compiled layer chooses by itself what to keep: use none, or "
           "speed.compile=false")
+    check(v["speed.kernels"] != "triton" or kernels.triton is not None, "speed.kernels", "triton",
+          "needs the package triton and a torch that is built for a GPU: use auto")
     sizes = parallel.layout_of(world, **{axis: v[f"parallel.{axis}"] for axis in parallel.AXES})
     check_tp(config, sizes["tp"])
     check_cp(config, sizes["cp"], sizes["tp"])
@@ -286,8 +292,9 @@ def build(config, mesh):
     model, blocks = model_py.build(
         cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"],
         p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], p["cp_mode"],
-        zero=p["zero"], prefetch=p["prefetch"], reduce_dtype=DTYPES.get(p["reduce_dtype"]),
-        offload=p["offload"] == "optimizer", hold=p["pp"] > 1 and p["zero_pp"] == "keep")
+        s["kernels"], zero=p["zero"], prefetch=p["prefetch"],
+        reduce_dtype=DTYPES.get(p["reduce_dtype"]), offload=p["offload"] == "optimizer",
+        hold=p["pp"] > 1 and p["zero_pp"] == "keep")
     model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
     keep = [name[:7] != "layers." or not n or int(name[7:]) % n != 0 for name in model.names]
@@ -699,6 +706,7 @@ def main(argv):
         return 2  # another rank tells the mistake (most often every rank has found it)
     if device == "cuda":
         torch.cuda.set_device(local_rank)
+    torch.set_float32_matmul_precision(config["speed"]["matmul"])
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
     run = build(config, parallel.build_mesh(sizes, device))
@@ -729,6 +737,8 @@ if __name__ == "__main__":
             print(f"train.py: a rank it waited for is gone: {error!s:.100}", file=sys.stderr)
         else:
             traceback.print_exc()
-        sys.exit(1)  # without a farewell to ranks that may be gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no farewell to ranks that may be gone: gloo's threads can abort in it
     parallel.stop()
     sys.exit(code)
