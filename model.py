@@ -29,6 +29,7 @@ import dataclasses
 import math
 import pathlib
 import sys
+from collections import Counter
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -50,6 +51,7 @@ from parallel import (
     cut_sequence,
     declare,
     enter,
+    in_one_graph,
     key64,
     layout_of,
     leave,
@@ -430,19 +432,24 @@ class Transformer(nn.Module):
 
     def functions(self, compiled=False, selective=False, split=False):
         """One function (x, micro, later) -> x for each block. Compiled, all layers of one window
-        share a compilation: what differs between them enters as tensors. Communication, and
-        products whose weight gradients a schedule puts off (`split`), stay outside."""
+        share a compilation: what differs between them enters as tensors. A layer is one graph;
+        but attention over cp, and products whose weight gradients a schedule puts off (`split`),
+        stay outside. Too many compilations are an error, not a return to slow code."""
         forward = Layer.selective if selective else Layer.forward
-        alone, at_once = self.mesh.size["cp"] == 1, self.mesh.size["tp"] == 1 and not split
+        alone, at_once = self.mesh.size["cp"] == 1, compiled and not split
         self.in_graph = compiled and alone
         if compiled:
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
             forward = torch.compile(forward, dynamic=False, fullgraph=at_once and alone)
-        for layer in self.layers.values() if compiled else ():
-            for part in () if at_once else (layer.attn, layer.mlp):
-                part.enter, part.leave = map(torch.compiler.disable, (enter, leave))
-            if not alone:
-                layer.attn.attend = torch.compiler.disable(layer.attn.attend)
-        at_once = compiled and at_once  # then graphs make the weights' gradients as well
+            pair = (enter, leave) if self.mesh.size["tp"] == 1 else in_one_graph(self.mesh)
+            pair = pair if at_once else map(torch.compiler.disable, (enter, leave))
+            put_in, put_out = pair
+            for layer in self.layers.values():
+                layer.attn.enter = layer.mlp.enter = put_in
+                layer.attn.leave = layer.mlp.leave = put_out
+                if not alone:
+                    layer.attn.attend = torch.compiler.disable(layer.attn.attend)
+        # at once: the graphs make the weights' gradients as well
         return [block if not isinstance(block, Layer) else lambda x, micro, later, layer=block:
                 forward(layer, x, micro, None if at_once else later)
                 for _, block in self.named_blocks()]
@@ -565,16 +572,27 @@ def cut(cfg, n_stage, seq_len):
     return [j - i for i, j in zip(bounds, bounds[1:])], max(parts) * n_stage / sum(parts)
 
 
-def flops_per_token(cfg, seq_len):
-    """Floating-point operations of forward and backward for one token: 6 for each weight of a
-    matrix product, and attention, where a query sees (seq_len + 1) / 2 keys on average, or with a
-    window of w its last w."""
+def keys_seen(cfg, pos):
+    """Pairs of a query and a key that it sees, summed over all layers. pos: of each query the
+    position in its document, p: it sees p + 1 keys, in a layer with a window the last of these."""
+    return sum(layers * int((pos + 1).clamp(max=window or cfg.max_len).sum())
+               for window, layers in Counter(cfg.windows).items())
+
+
+def flops(cfg, tokens, pairs):
+    """Floating-point operations of forward and backward: for each token 6 for each weight of a
+    matrix product, and in attention 12 for each channel of a query and pair, see keys_seen. What
+    recomputation repeats is not counted."""
     d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
     mlp = (3 if cfg.activation == "swiglu" else 2) * cfg.d_model * cfg.d_ff
     layer = 2 * cfg.d_model * d_q + 2 * cfg.d_model * d_kv + mlp
-    keys = [min(w or seq_len, seq_len) for w in cfg.windows]
-    attention = sum(12 * d_q * w * (seq_len - (w - 1) / 2) / seq_len for w in keys)
-    return 6 * (cfg.n_layer * layer + cfg.d_model * cfg.vocab_size) + attention
+    return 6 * (cfg.n_layer * layer + cfg.d_model * cfg.vocab_size) * tokens + 12 * d_q * pairs
+
+
+def flops_per_token(cfg, seq_len):
+    """flops of a sequence that is one document, over its tokens."""
+    windows = [min(w or seq_len, seq_len) for w in cfg.windows]
+    return flops(cfg, seq_len, sum(w * seq_len - w * (w - 1) // 2 for w in windows)) / seq_len
 
 
 # ---------------------------------------------------------------------------------------------

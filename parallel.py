@@ -32,6 +32,7 @@ the specification that every layout has to reproduce.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -401,32 +402,37 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        (x, *weights), mesh, dx = ctx.saved_tensors, ctx.mesh, None
-        x, grads = sequence_first(x, mesh), [sequence_first(g, mesh) for g in grads]
+        x, *weights = ctx.saved_tensors
+        dx, *dw = enter_backward(ctx.mesh, ctx.keep, x, weights, grads, ctx.later, ctx.accs)
+        db = [g.sum((0, 1)) if biased else None for g, biased in zip(grads, ctx.biased)]
+        return dx, None, None, None, *[grad for pair in zip(dw, db) for grad in pair]
 
-        def gather():
-            return Handle(None, lambda: x) if ctx.keep else all_gather_start(mesh, x, "tp")
 
-        gathering = None if isinstance(ctx.later, list) else gather()
-        shape, grads = grads[0].shape[:2], [g.flatten(0, 1) for g in grads]
-        for g, w in zip(grads, weights):
-            dx = g @ w if dx is None else dx.addmm_(g, w)
-        scattering = reduce_scatter_start(mesh, dx.view(*shape, -1), "tp")
-        out = [None] * (2 * len(grads))
-        out[1::2] = [g.sum(0) if biased else None for g, biased in zip(grads, ctx.biased)]
+def enter_backward(mesh, keep, x, weights, grads, later, accs):
+    """-> [dx, *dw], dw None where `later` gets them."""
+    x, grads = sequence_first(x, mesh), [sequence_first(g, mesh) for g in grads]
 
-        def weight_part():
-            whole = (gathering or gather()).wait().flatten(0, 1)
-            for g, acc in zip(grads, ctx.accs):
-                add_product(acc(), g, whole)
+    def gather():
+        return Handle(None, lambda: x) if keep else all_gather_start(mesh, x, "tp")
 
-        if ctx.later is None:
-            whole = gathering.wait().flatten(0, 1)
-            out[::2] = [g.t() @ whole for g in grads]
-        else:
-            ctx.later.append(weight_part)
-        dx = scattering.wait().to(dx.dtype)
-        return sequence_first(dx, mesh), None, None, None, *out
+    gathering = None if isinstance(later, list) else gather()
+    shape, grads, dx = grads[0].shape[:2], [g.flatten(0, 1) for g in grads], None
+    for g, w in zip(grads, weights):
+        dx = g @ w if dx is None else dx.addmm_(g, w)
+    scattering = reduce_scatter_start(mesh, dx.view(*shape, -1), "tp")
+
+    def weight_part():
+        whole = (gathering or gather()).wait().flatten(0, 1)
+        for g, acc in zip(grads, accs):
+            add_product(acc(), g, whole)
+
+    if later is None:
+        whole = gathering.wait().flatten(0, 1)
+        dw = [g.t() @ whole for g in grads]
+    else:
+        later.append(weight_part)
+        dw = [None] * len(grads)
+    return [sequence_first(scattering.wait().to(dx.dtype), mesh), *dw]
 
 
 class _Product(torch.autograd.Function):
@@ -485,6 +491,72 @@ def leave(x, weight, bias, mesh, later=None):
     y = F.linear(x, weight) if later is None else _Product.apply(x, weight, later)
     y = sequence_first(y if mesh.size["tp"] == 1 else _Leave.apply(y, mesh, ""), mesh)
     return y if bias is None else y + bias
+
+
+def in_one_graph(mesh):
+    """enter and leave of a layer that torch.compile puts into one graph: what moves, with the
+    products beside it, are operators of torch, which a trace does not enter. The same traffic; the
+    weights' gradients go to autograd."""
+    number, tp = next(SERIAL), mesh.size["tp"]
+
+    def operator(name, schema):
+        return torch.library.custom_op(f"minimesh::{name}_{number}", mutates_args=(), schema=schema)
+
+    def turned(x, T, rows):  # as sequence_first leaves it
+        return x.new_empty(T, x.shape[0], rows).transpose(0, 1)
+
+    @operator("enter", "(Tensor x, Tensor[] weights, Tensor[] biases, bool keep) -> Tensor[]")
+    def forward(x, weights, biases, keep):
+        whole = all_gather(mesh, sequence_first(x, mesh), "tp")
+        ys = [sequence_first(F.linear(whole, w, b), mesh)
+              for w, b in zip(weights, biases or [None] * len(weights))]
+        return ys + [sequence_first(whole, mesh)] * keep
+
+    @operator("enter_backward",
+              "(Tensor x, Tensor[] weights, Tensor[] grads, bool keep) -> Tensor[]")
+    def backward(x, weights, grads, keep):
+        return enter_backward(mesh, keep, x, weights, grads, None, None)
+
+    @operator("leave", "(Tensor x) -> Tensor")
+    def scatter(x):
+        return reduce_scatter(mesh, x, "tp")
+
+    @operator("leave_backward", "(Tensor x) -> Tensor")
+    def gather(x):
+        return all_gather(mesh, x, "tp")
+
+    def save(ctx, inputs, output):
+        x, weights, biases, ctx.keep = inputs
+        ctx.save_for_backward(output[-1] if ctx.keep else x, *weights)
+        ctx.n_bias = len(biases)
+
+    def pull(ctx, grads):
+        x, *weights = ctx.saved_tensors
+        grads = grads[: len(weights)]
+        dx, *dw = backward(x, weights, grads, ctx.keep)
+        return dx, dw, [g.sum((0, 1)) for g in grads[: ctx.n_bias]], None
+
+    forward.register_fake(lambda x, weights, biases, keep: [
+        turned(x, tp * x.shape[1], n) for n in [len(w) for w in weights] + [x.shape[2]] * keep])
+    backward.register_fake(lambda x, weights, grads, keep: [
+        turned(x, grads[0].shape[1] // tp, x.shape[2]), *map(torch.empty_like, weights)])
+    scatter.register_fake(lambda x: x.new_empty(len(x) // tp, *x.shape[1:]))
+    gather.register_fake(lambda x: x.new_empty(len(x) * tp, *x.shape[1:]))
+    forward.register_autograd(pull, setup_context=save)
+    scatter.register_autograd(lambda ctx, grad: gather(grad))
+
+    def enter(x, layers, mesh, keep=False, later=None):
+        weights, biases = zip(*layers)
+        return forward(x, list(weights), [b for b in biases if b is not None], keep)[: len(layers)]
+
+    def leave(x, weight, bias, mesh, later=None):
+        y = scatter(F.linear(x.transpose(0, 1), weight)).transpose(0, 1)
+        return y if bias is None else y + bias
+
+    return enter, leave
+
+
+SERIAL = itertools.count()  # operators of torch have names: those of each mesh its own
 
 
 def positions_of(x, mesh):

@@ -328,12 +328,14 @@ def to_device(run, batch, scale=None, drop_key=None):
 
 
 def next_batch(run, stop):
-    """The next step's microbatches, and on its way through the control group: the number of target
-    tokens in the global batch (each data rank counted once) and whether any rank wants to stop."""
+    """The next step's microbatches, and on its way through the control group, of the global batch
+    (each data rank counted once): the number of target tokens, whether any rank wants to stop, and
+    the pairs of a query and a key that it sees."""
     samples, batches = run.loader.next()
     mine = run.mesh.coord["pp"] == run.mesh.coord["cp"] == run.mesh.coord["tp"] == 0
     count = sum(b.n_valid for b in batches) if mine else 0
-    return samples, batches, parallel.Pending(run.mesh, count, int(stop))
+    pairs = sum(model_py.keys_seen(run.model.cfg, b.pos) for b in batches) if mine else 0
+    return samples, batches, parallel.Pending(run.mesh, count, int(stop), pairs)
 
 
 def train_step(run, batches, count):
@@ -482,6 +484,20 @@ def say(run, line):
         print(line, flush=True)
 
 
+def peak_flops(device, dtype):
+    """FLOP/s that this rank could do at best: from the table; of a CPU the best of a few products,
+    made while the other ranks make theirs; None where neither is known."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device) if dtype.itemsize == 2 else ""
+        return next((peak for part, peak in PEAK.items() if part in name), None)
+    x, times = torch.ones(512, 512, dtype=dtype), []
+    while sum(times) < 0.2:
+        clock = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - clock)
+    return 2 * len(x) ** 3 / min(times)
+
+
 def memory_gb(device):
     """Peak memory of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
@@ -499,10 +515,7 @@ class Log:
         self.run, self.waiting, t = run, None, run.config["train"]
         self.every, self.steps = run.config["log"]["every"], t["steps"]
         self.tokens_per_step = t["global_batch"] * run.config["data"]["seq_len"]
-        self.flops = model_py.flops_per_token(run.model.cfg, run.config["data"]["seq_len"])
-        half = run.mesh.device.type == "cuda" and run.blocks.dtype.itemsize == 2
-        name = torch.cuda.get_device_name(run.mesh.device) if half else ""
-        self.peak = next((peak for part, peak in PEAK.items() if part in name), None)
+        self.peak, self.flops = peak_flops(run.mesh.device, run.blocks.dtype), 0
         self.sinks = self.open() if run.mesh.rank == 0 else []
         self.clock, self.at = time.perf_counter(), run.step
         self.began = (self.clock, run.step)
@@ -539,11 +552,11 @@ class Log:
         for sink in self.sinks:
             sink(step, row)
 
-    def push(self, step, metrics):
+    def push(self, step, metrics, pairs):
         """Start the copy of a step's numbers to the host, then deal with the step before."""
         host = metrics.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event() if metrics.is_cuda else None
-        launched = (step, host, event, time.perf_counter())
+        launched = (step, host, event, time.perf_counter(), pairs)
         self.flush()
         self.waiting = launched
 
@@ -552,23 +565,25 @@ class Log:
             self.read(*self.waiting)
         self.waiting = None
 
-    def read(self, step, host, event, now):
+    def read(self, step, host, event, now, pairs):
         """All ranks see the same numbers, so all end the run at the same step."""
         if event:
             event.synchronize()
         loss, norm, skipped, bad = host.tolist()
         limit = self.run.config["train"]["max_bad_steps"]
+        self.flops += model_py.flops(self.run.model.cfg, self.tokens_per_step, pairs)
         if skipped:
             say(self.run, f"step {step}: gradient norm {norm}, update skipped ({bad:.0f} in a row)")
         if bad >= limit:
             raise RuntimeError(f"{limit} steps in a row without a finite gradient, the last {step}")
         if step % self.every and step != self.steps and step != 1:
             return
-        rate = (step - self.at) * self.tokens_per_step / max(now - self.clock, 1e-9)
+        seconds = max(now - self.clock, 1e-9)
+        rate = (step - self.at) * self.tokens_per_step / seconds
         left = (self.steps - step) * (now - self.began[0]) / max(step - self.began[1], 1)
-        self.clock, self.at = now, step
+        mfu = self.peak and self.flops / seconds / self.run.mesh.world / self.peak
+        self.clock, self.at, self.flops = now, step, 0
         lr = lr_at(step - 1, self.run.config["optim"], self.steps)
-        mfu = self.flops * rate / self.run.mesh.world / self.peak if self.peak else None
         memory, width = memory_gb(self.run.mesh.device), len(str(self.steps))
         row = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_second": rate,
                "memory_gb": memory}
@@ -588,12 +603,12 @@ def train(run, log, stop):
     while run.step < t["steps"]:
         samples, batches, pending = ahead
         assert samples == run.samples, (samples, run.samples)
-        count, wanted = pending.wait()
+        count, wanted, pairs = pending.wait()
         if wanted:
             return True
         if run.step + 1 < t["steps"]:
             ahead = next_batch(run, bool(stop))
-        log.push(run.step + 1, train_step(run, batches, count))
+        log.push(run.step + 1, train_step(run, batches, count), pairs)
         if profile:
             profile.step()
         if run.step == log.began[1] + 1 and run.mesh.world > 1:

@@ -5,6 +5,7 @@ A case is a dict of dotted config keys (and `ignore`, a rule for targets that do
 place in the layout, and returns logical (unsharded) tensors."""
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -160,14 +161,15 @@ def run_case(case, folder, steps=3, return_init=False):
     return out
 
 
-def go(run, steps):
-    """`steps` steps from where the run is; losses, norms, logical gradients and parameters."""
+def go(run, steps, after=None):
+    """`steps` steps from where the run is; losses, norms, logical gradients and parameters. After
+    each, after()."""
     out = {"loss": [], "norm": [], "grads": [], "count": [], "sizes": run.blocks.sizes}
     run.loader.start(run.samples)
     run.mesh.ledger.clear()
     for _ in range(steps):
         _, batches, pending = train.next_batch(run, False)
-        count, _ = pending.wait()
+        count, *_ = pending.wait()
         loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
         assert not skipped
         out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
@@ -175,7 +177,30 @@ def go(run, steps):
         out["norm"].append(norm)
         out["count"].append(count)
         out["grads"].append(logical(run.blocks, run.blocks.grad))
+        if after:
+            after()
     out["params"] = logical(run.blocks, run.blocks.master)
+    return out
+
+
+def run_compiled(case, folder):
+    """Three steps with the layers in graphs, which are run as they are; `graphs`: how many there
+    were after each step; `breaks`: what broke one."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, torch.compile = torch.compile, functools.partial(torch.compile, backend="aot_eager")
+    try:
+        run = prepare(case | {"speed.compile": True}, folder)
+    finally:
+        torch.compile = plain
+    graphs = []
+    out = go(run, 3, lambda: graphs.append(counters["stats"]["unique_graphs"]))
+    out |= {"graphs": graphs, "breaks": list(counters["graph_break"])}
+    out["val_loss"] = train.evaluate(run)[0]
+    run.loader.close()
+    torch._dynamo.reset()
     return out
 
 

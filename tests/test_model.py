@@ -1,6 +1,7 @@
 """model.py: sampling, counting, compilation, and the pieces the parity tests do not reach."""
 
 import dataclasses
+import functools
 import math
 import unittest.mock
 
@@ -105,6 +106,27 @@ def test_flops_are_those_of_the_matrix_products(tokens):
     attention = sum(12 * cfg.n_head * cfg.d_head * keys for keys in seen)
     assert model.flops_per_token(with_window, T) == pytest.approx(
         3 * products / ids.numel() + attention, rel=1e-12)
+    lengths = [1, 4, 2, 5]  # of the documents in a sequence of 12
+    pos = torch.cat([torch.arange(n) for n in lengths])
+    assert model.keys_seen(cfg, pos) == 3 * sum(n * (n + 1) // 2 for n in lengths)
+    attention = model.flops(cfg, 12, 1000) - model.flops(cfg, 12, 0)
+    assert attention == 12 * 1000 * cfg.n_head * cfg.d_head
+
+
+@pytest.mark.quick
+def test_what_a_step_sees_is_counted(tokens):
+    """Of every query and layer the keys in its document and its window, one by one."""
+    case = {"data.mask_documents": True, "model.window": [4, None], "model.n_layer": 3}
+    run = parity.prepare(case, tokens)
+    run.loader.start(0)
+    _, batches, pending = train.next_batch(run, False)
+    want = 0
+    for window in (4, 10**9, 4):
+        for b in batches:
+            for row in b.lo.tolist():
+                want += sum(j > i - window for i, lo in enumerate(row) for j in range(lo, i + 1))
+    count, stop, pairs = pending.wait()
+    assert (count, stop, pairs) == (sum(b.n_valid for b in batches), 0, want)
 
 
 @pytest.mark.quick
@@ -157,6 +179,22 @@ def test_one_compilation_serves_all_layers(extra, tokens):
     assert 1 <= len(graphs) <= kinds * len(set(run.model.cfg.windows))
     for a, b in zip(plain.blocks.master, run.blocks.master):
         assert parity.agree("parameters", a, b) is None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, inside dynamo
+@pytest.mark.parametrize("split", [False, True])
+def test_too_many_compilations_are_an_error(split, tokens, monkeypatch):
+    """And not slow code. `split`: graphs that a schedule breaks."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    run = parity.prepare({}, tokens)
+    _, layer, *_ = run.model.functions(compiled=True, split=split)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(Exception, match="limit"):
+        for T in range(2, 12, 2):
+            x, ids = torch.zeros(1, T, 16).double(), torch.zeros(1, T, dtype=torch.int64)
+            layer(x, run.model.micro(ids), [])
+    assert T == 6
+    torch._dynamo.reset()
 
 
 @pytest.mark.quick

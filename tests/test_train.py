@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 
+import parity
 import pytest
 import torch
 import yaml
 
 import checkpoint
 import data
+import kernels
+import parallel
 import train
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -111,6 +114,8 @@ def test_bad_arguments(argv, words):
     (["speed.dtype=fp8"], 1, ["speed.dtype", "fp8", "bfloat16"]),
     (["speed.recompute=0"], 1, ["speed.recompute"]),
     (["speed.compile=maybe"], 1, ["speed.compile", "maybe"]),
+    (["speed.kernels=cuda"], 1, ["speed.kernels", "cuda", "triton"]),
+    (["speed.matmul=tf32"], 1, ["speed.matmul", "tf32", "high"]),
     (["checkpoint.keep=0"], 1, ["checkpoint.keep"]),
     (["log.profile=[3,2]"], 1, ["log.profile"]),
     (["model.max_len=8"], 1, ["model.max_len", "data.seq_len"]),
@@ -121,6 +126,39 @@ def test_bad_config(argv, world, words):
         train.check_config(train.load_config(argv), world)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.quick
+def test_triton_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "triton", None)
+    with pytest.raises(ValueError, match="speed.kernels = 'triton'.*auto"):
+        train.check_config(train.load_config(["speed.kernels=triton"]), 1)
+
+
+@pytest.mark.quick
+def test_precision_of_float32_products_is_set(monkeypatch):
+    """Before anything is built."""
+    def build(*_):
+        raise RuntimeError(torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(train, "build", build)
+    for precision in ("high", "highest"):
+        with pytest.raises(RuntimeError, match=f"^{precision}$"):
+            train.main([f"speed.matmul={precision}"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_does_not_wait_for_the_gpu(tokens):
+    """torch itself would raise. (Without a GPU: test_a_step_reads_no_value.)"""
+    config = parity.config_of({"data.path": str(tokens), "speed.dtype": "bfloat16"})
+    run = train.build(config, parallel.build_mesh(train.check_config(config, 1), "cuda"))
+    run.loader.start(0)
+    for mode in ("default", "error"):  # the first step allocates and compiles
+        _, batches, pending = train.next_batch(run, False)
+        torch.cuda.set_sync_debug_mode(mode)
+        train.train_step(run, batches, pending.wait()[0])
+        torch.cuda.set_sync_debug_mode("default")
+    run.loader.close()
 
 
 @pytest.mark.quick
@@ -245,6 +283,8 @@ def test_a_run_leaves_what_it_promises(finished):
     for row in rows.values():
         assert {"step", "loss", "grad_norm", "lr", "tokens_per_second", "memory_gb"} <= set(row)
     assert 5.0 < rows[1]["loss"] < 6.0  # log(257) = 5.55 before anything is learnt
+    of_a_token = [row["mfu"] / row["tokens_per_second"] for row in rows.values()]  # over the peak
+    assert of_a_token == pytest.approx([of_a_token[0]] * 6) and 0 < of_a_token[0]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["vocab_size"] == 257 and config["speed"]["dtype"] == "float32"
     assert (run / "source" / "train.py").read_text() == (ROOT / "train.py").read_text()

@@ -2,8 +2,13 @@
 float64; and the whole model trained through them. test_triton.py runs this file in a process of
 its own with TRITON_INTERPRET=1."""
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 torch.version.cuda = torch.version.cuda or "none"  # kernels.py loads Triton for a GPU's torch only
 import parity  # noqa: E402
@@ -11,6 +16,8 @@ import parity  # noqa: E402
 import data  # noqa: E402
 import kernels as ops  # noqa: E402
 import model  # noqa: E402
+import parallel  # noqa: E402
+import train  # noqa: E402
 from kernels import (  # noqa: E402
     IGNORE,
     ce_grad_,
@@ -466,3 +473,30 @@ def compiled_functions(run, seen):
     layers = [lambda x, micro, later, layer=layer: forward(layer, x, micro)
               for layer in run.model.layers.values()]
     return [run.model.embed, *layers, run.model.head]
+
+
+STEPS = [{"data.mask_documents": True}, {"speed.dtype": "float16"}, {"parallel.tp": 2},
+         {"parallel.dp": 1, "parallel.fsdp": 2, "parallel.zero": 3}, {"parallel.pp": 2},
+         {"parallel.cp": 2, "data.mask_documents": True},
+         {"parallel.cp": 2, "parallel.cp_mode": "ulysses"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize("extra", STEPS, ids=str)
+def test_a_step_reads_no_value(extra, how, tmp_path):
+    """A whole step of train.py on tensors that have no values, as a rank of a world that is not
+    there: whoever asked for one, as a host that waits for its GPU does, would raise."""
+    data.synth(tmp_path, tokens=3000, vocab=51, docs=400, seed=1)
+    ranks = math.prod(n for key, n in extra.items() if key[:9] == "parallel." and n == 2)
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    case = {"speed.dtype": "bfloat16", "speed.kernels": how, "data.path": str(tmp_path)} | extra
+    config = parity.config_of(case)
+    mesh = parallel.build_mesh(train.check_config(config, ranks), "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run = train.build(config, mesh)
+        batches = run.loader.step(0)
+        out = train.train_step(run, batches, sum(b.n_valid for b in batches))
+        assert out.shape == (4,)
+    if ranks > 1:
+        dist.destroy_process_group()
