@@ -51,10 +51,11 @@ from parallel import (
     cut_sequence,
     declare,
     enter,
-    in_one_graph,
+    enter_in_graph,
     key64,
     layout_of,
     leave,
+    leave_in_graph,
     linear_cross_entropy,
     list_params,
     logical_index,
@@ -441,9 +442,11 @@ class Transformer(nn.Module):
         if compiled:
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             forward = torch.compile(forward, dynamic=False, fullgraph=at_once and alone)
-            pair = (enter, leave) if self.mesh.size["tp"] == 1 else in_one_graph(self.mesh)
-            pair = pair if at_once else map(torch.compiler.disable, (enter, leave))
-            put_in, put_out = pair
+            put_in, put_out = enter, leave
+            if not at_once:
+                put_in, put_out = map(torch.compiler.disable, (enter, leave))
+            elif self.mesh.size["tp"] > 1:
+                put_in, put_out = enter_in_graph(self.mesh), leave_in_graph(self.mesh)
             for layer in self.layers.values():
                 layer.attn.enter = layer.mlp.enter = put_in
                 layer.attn.leave = layer.mlp.leave = put_out

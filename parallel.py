@@ -493,17 +493,18 @@ def leave(x, weight, bias, mesh, later=None):
     return y if bias is None else y + bias
 
 
-def in_one_graph(mesh):
-    """enter and leave of a layer that torch.compile puts into one graph: what moves, with the
-    products beside it, are operators of torch, which a trace does not enter. The same traffic; the
+SERIAL = itertools.count()  # operators of torch have names: those of each mesh its own
+
+
+def operator(name, schema):
+    name = f"minimesh::{name}_{next(SERIAL)}"
+    return torch.library.custom_op(name, mutates_args=(), schema=schema)
+
+
+def enter_in_graph(mesh):
+    """enter for a layer that torch.compile puts into one graph: what moves, with the products
+    beside it, is an operator of torch, which a trace does not look into. The same traffic; the
     weights' gradients go to autograd."""
-    number, tp = next(SERIAL), mesh.size["tp"]
-
-    def operator(name, schema):
-        return torch.library.custom_op(f"minimesh::{name}_{number}", mutates_args=(), schema=schema)
-
-    def turned(x, T, rows):  # as sequence_first leaves it
-        return x.new_empty(T, x.shape[0], rows).transpose(0, 1)
 
     @operator("enter", "(Tensor x, Tensor[] weights, Tensor[] biases, bool keep) -> Tensor[]")
     def forward(x, weights, biases, keep):
@@ -517,13 +518,8 @@ def in_one_graph(mesh):
     def backward(x, weights, grads, keep):
         return enter_backward(mesh, keep, x, weights, grads, None, None)
 
-    @operator("leave", "(Tensor x) -> Tensor")
-    def scatter(x):
-        return reduce_scatter(mesh, x, "tp")
-
-    @operator("leave_backward", "(Tensor x) -> Tensor")
-    def gather(x):
-        return all_gather(mesh, x, "tp")
+    def like(x, T, rows):
+        return x.new_empty(T, x.shape[0], rows).transpose(0, 1)
 
     def save(ctx, inputs, output):
         x, weights, biases, ctx.keep = inputs
@@ -536,27 +532,41 @@ def in_one_graph(mesh):
         dx, *dw = backward(x, weights, grads, ctx.keep)
         return dx, dw, [g.sum((0, 1)) for g in grads[: ctx.n_bias]], None
 
+    tp = mesh.size["tp"]
     forward.register_fake(lambda x, weights, biases, keep: [
-        turned(x, tp * x.shape[1], n) for n in [len(w) for w in weights] + [x.shape[2]] * keep])
+        like(x, x.shape[1] * tp, n) for n in [len(w) for w in weights] + [x.shape[2]] * keep])
     backward.register_fake(lambda x, weights, grads, keep: [
-        turned(x, grads[0].shape[1] // tp, x.shape[2]), *map(torch.empty_like, weights)])
-    scatter.register_fake(lambda x: x.new_empty(len(x) // tp, *x.shape[1:]))
-    gather.register_fake(lambda x: x.new_empty(len(x) * tp, *x.shape[1:]))
+        like(x, grads[0].shape[1] // tp, x.shape[2]), *map(torch.empty_like, weights)])
     forward.register_autograd(pull, setup_context=save)
-    scatter.register_autograd(lambda ctx, grad: gather(grad))
 
     def enter(x, layers, mesh, keep=False, later=None):
         weights, biases = zip(*layers)
         return forward(x, list(weights), [b for b in biases if b is not None], keep)[: len(layers)]
 
+    return enter
+
+
+def leave_in_graph(mesh):
+    """leave, likewise."""
+
+    @operator("leave", "(Tensor x) -> Tensor")
+    def scatter(x):
+        return reduce_scatter(mesh, x, "tp")
+
+    @operator("leave_backward", "(Tensor x) -> Tensor")
+    def gather(x):
+        return all_gather(mesh, x, "tp")
+
+    tp = mesh.size["tp"]
+    scatter.register_fake(lambda x: x.new_empty(len(x) // tp, *x.shape[1:]))
+    gather.register_fake(lambda x: x.new_empty(len(x) * tp, *x.shape[1:]))
+    scatter.register_autograd(lambda ctx, grad: gather(grad))
+
     def leave(x, weight, bias, mesh, later=None):
         y = scatter(F.linear(x.transpose(0, 1), weight)).transpose(0, 1)
         return y if bias is None else y + bias
 
-    return enter, leave
-
-
-SERIAL = itertools.count()  # operators of torch have names: those of each mesh its own
+    return leave
 
 
 def positions_of(x, mesh):
