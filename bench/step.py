@@ -1,11 +1,13 @@
 """One training step of this project on a fixed shape, on demand: an entry for a duel of trainers.
 
     python bench/step.py --shape llama --dtype float32 [--compile] [--threads 2]
+    python bench/step.py --shape llama --floor     instead: the step's matrix products alone
 
 Prints `@bench {"ready": true, ...}` when warm; for each line `go N` on stdin runs N steps and
 prints `@bench {"step_s": [...], "loss": x, "rss_mb": [...]}`; leaves at the end of its input. Run
 by hand, `echo go 5 | python bench/step.py --shape llama` times five steps. A step is train.py's
-own: batch, forward, backward, AdamW, without clipping; the tokens are random."""
+own: batch, forward, backward, AdamW, without clipping; the tokens are random. The floor makes, for
+every weight, the product of the forward and the two of the backward at their sizes."""
 
 import argparse
 import json
@@ -58,6 +60,27 @@ def build(args, folder):
     return train.build(config, parallel.build_mesh(sizes, "cpu"))
 
 
+def products(run, n, dtype):
+    """A function that makes the products of a step of n tokens, with new memory for each result as
+    in a step."""
+    looked_up = ["embed.positions.weight"] + ["embed.tokens.weight"] * (not run.model.cfg.tied)
+    weights = [torch.randn(p.full_shape, dtype=dtype) for p in run.blocks.params
+               if len(p.full_shape) == 2 and p.name not in looked_up]
+    widths = {size for w in weights for size in w.shape}
+    rows = {size: torch.randn(n, size, dtype=dtype) for size in widths}
+
+    def step():
+        begin = time.perf_counter()
+        with torch.no_grad():
+            for w in weights:
+                rows[w.shape[1]] @ w.t()
+                rows[w.shape[0]] @ w
+                rows[w.shape[0]].t() @ rows[w.shape[1]]
+        return time.perf_counter() - begin, 0.0
+
+    return step
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, required=True)
@@ -67,6 +90,7 @@ def main():
     parser.add_argument("--microbatch", type=int)
     parser.add_argument("--loss-chunk", type=int, default=1024)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--floor", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +104,9 @@ def main():
             loss = train.train_step(run, batches, sum(b.n_valid for b in batches))[0].item()
             return time.perf_counter() - begin, loss
 
+        if args.floor:
+            tokens = run.config["train"]["global_batch"] * run.config["data"]["seq_len"]
+            step = products(run, tokens, getattr(torch, args.dtype))
         for _ in range(args.warmup):
             step()
         pathlib.Path("/proc/self/clear_refs").write_text("5")

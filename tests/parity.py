@@ -164,18 +164,20 @@ def run_case(case, folder, steps=3, return_init=False):
 def go(run, steps, after=None):
     """`steps` steps from where the run is; losses, norms, logical gradients and parameters. After
     each, after()."""
-    out = {"loss": [], "norm": [], "grads": [], "count": [], "sizes": run.blocks.sizes}
+    out = {"loss": [], "norm": [], "grads": [], "count": [], "pairs": [],
+           "sizes": run.blocks.sizes}
     run.loader.start(run.samples)
     run.mesh.ledger.clear()
     for _ in range(steps):
         _, batches, pending = train.next_batch(run, False)
-        count, *_ = pending.wait()
+        count, _, pairs = pending.wait()
         loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
         assert not skipped
         out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
         out["loss"].append(loss)
         out["norm"].append(norm)
         out["count"].append(count)
+        out["pairs"].append(pairs)
         out["grads"].append(logical(run.blocks, run.blocks.grad))
         if after:
             after()

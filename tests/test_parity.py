@@ -104,7 +104,7 @@ def check(world, truth, tokens, layout, case):
                                                                      str(tokens))):
         note = parity.compare(got, want)
         assert note is None, f"{case}: rank {rank}: {note}"
-        assert got["count"] == want["count"]
+        assert (got["count"], got["pairs"]) == (want["count"], want["pairs"])
         check_ledger(got["ledger"], case, want["params"])
 
 
