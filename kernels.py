@@ -646,7 +646,7 @@ def fused(q, k, lo, hi, softcap):
     """Is this for torch's own kernel: the plain causal or full square, and on a CPU a long one?"""
     plain = lo is None and (hi is None or not torch.is_tensor(hi)) and softcap is None
     if q.is_cuda:
-        return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0
+        return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return plain and max(q.shape[1], k.shape[1]) > SHORT
 
 

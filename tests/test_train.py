@@ -205,7 +205,8 @@ def test_configs_are_legal(path):
 
 @pytest.mark.quick
 def test_parameter_counts_are_the_published_ones():
-    published = {"gpt2-124m": 124_439_808, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+    published = {"gpt2-124m": 124_439_808, "llama3-1b": 1_235_814_400,
+                 "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
                  "qwen3-0.6b": 596_049_920}
     for name, n in published.items():
         config = train.load_config([str(ROOT / f"configs/{name}.yaml")])
