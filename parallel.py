@@ -1190,16 +1190,35 @@ def fingerprint(data, index):
     return torch.where(index < 0, 0, mixed).sum()
 
 
+def fingerprint_of(blocks, p, data, start):
+    """Of elements start, start+1 .. of this rank's part of parameter p; a few at a time."""
+    total = 0
+    for part in data.split(1 << 20):
+        index = logical_index(p.shape, p.full_shape, p.cut_offset(blocks.mesh), start,
+                              start + part.numel(), data.device)
+        total, start = total + fingerprint(part, index), start + part.numel()
+    return total
+
+
+def fingerprints(blocks, names):
+    """{kind/name: fingerprint in hex} of every parameter and moment of the whole model, whose
+    parameters are `names`: the same on all ranks, and on any layout. Each element is counted by
+    one of its replicas; an all-reduce of a word for each on the host."""
+    sums = {f"{kind}/{name}": 0 for kind in ("param", "exp_avg", "exp_avg_sq") for name in names}
+    for kind, p, data, start in blocks.state(shared=True):
+        if data.numel():
+            sums[f"{kind}/{p.name}"] = fingerprint_of(blocks, p, data, start).item()
+    total = Pending(blocks.mesh, *sums.values()).wait()
+    return {name: f"{value % 2**64:016x}" for name, value in zip(sums, total)}
+
+
 def check_replicas(blocks):
     """Raise RuntimeError naming the first parameter whose replicas (over dp; at zero 0 over dp x
     fsdp x cp; over tp what it replicates; a tied weight between its stages) are not bit-identical.
     Two all-reduces, and two more over tp, of a word for each parameter."""
     mesh, prints = blocks.mesh, []
     for p in blocks.params:
-        data, start = blocks.local(blocks.master, p)
-        index = logical_index(p.shape, p.full_shape, p.cut_offset(mesh), start,
-                              start + data.numel(), data.device)
-        prints.append(fingerprint(data, index).to(mesh.device))
+        prints.append(fingerprint_of(blocks, p, *blocks.local(blocks.master, p)).to(mesh.device))
     every, prints, params = list(zip(prints, blocks.params)), torch.stack(prints), blocks.params
     for axis in ("dp" if blocks.zero else "grad", "tp"):
         if axis == "tp":

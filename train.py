@@ -53,7 +53,7 @@ NULL = type(None)
 TYPES = {  # of the keys whose default does not tell; the others keep the type of their default
     (int, NULL): "model.d_head model.vocab_size model.max_len train.eval_every "
                  "train.eval_sequences parallel.check_replicas_every speed.threads "
-                 "checkpoint.every checkpoint.keep log.sample",
+                 "checkpoint.every checkpoint.keep log.sample log.fingerprint_every",
     (float, NULL): "model.logit_softcap optim.grad_clip",
     (str, NULL): "parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
     (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
@@ -143,7 +143,8 @@ def check_config(config, world):
         ("parallel.pp parallel.cp parallel.tp parallel.chunks parallel.check_replicas_every "
          "train.steps train.global_batch train.microbatch train.eval_every train.eval_sequences "
          "train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab speed.threads "
-         "checkpoint.every checkpoint.keep log.every", lambda n: n >= 1, "must be at least 1"),
+         "checkpoint.every checkpoint.keep log.every log.fingerprint_every", lambda n: n >= 1,
+         "must be at least 1"),
         ("parallel.prefetch optim.warmup", lambda n: n >= 0, "must be at least 0"),
         ("optim.decay", lambda x: 0 <= x <= 1, "must be a fraction, 0 to 1"),
         ("optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be in [0, 1)"),
@@ -553,6 +554,14 @@ class Log:
         for sink in self.sinks:
             sink(step, row)
 
+    def fingerprint(self):
+        """Into metrics.jsonl a fingerprint of every parameter and moment: `checkpoint.py diff`
+        finds the first step and tensor where two runs part, whatever their layouts."""
+        names = [p.name for p in model_py.whole_model(self.run.model.cfg)]
+        row = {"fingerprints": parallel.fingerprints(self.run.blocks, names)}
+        for sink in self.sinks[:1]:  # a dashboard has no use for it
+            sink(self.run.step, row)
+
     def push(self, step, metrics, pairs):
         """Start the copy of a step's numbers to the host, then deal with the step before."""
         host = metrics.to("cpu", non_blocking=True)
@@ -622,6 +631,8 @@ def train(run, log, stop):
             report(run, log)
         if every and run.step % every == 0 and not last:
             save(run)
+        if (n := run.config["log"]["fingerprint_every"]) and run.step % n == 0:
+            log.fingerprint()
         if (n := run.config["parallel"]["check_replicas_every"]) and run.step % n == 0:
             parallel.check_replicas(run.blocks)
     return False

@@ -212,15 +212,22 @@ def run_and_save(case, folder, root, steps):
     go(run, steps)
     train.save(run)
     run.loader.close()
+    return {"saved": prints(run)}
+
+
+def prints(run):
+    names = [p.name for p in train.model_py.whole_model(run.model.cfg)]
+    return parallel.fingerprints(run.blocks, names)
 
 
 def resume_and_run(case, folder, root, steps):
     """Load the newest checkpoint of root, on this layout, and train `steps` more."""
     run = prepare(case | {"run.dir": root}, folder)
     assert train.resume(run)
+    loaded = prints(run)
     out = go(run, steps)
     run.loader.close()
-    return out
+    return out | {"loaded": loaded}
 
 
 def covering(options):

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ["model.n_layer=2", "model.d_model=32", "model.n_head=4", "model.n_kv_head=2",
          "model.d_ff=48", "data.seq_len=32", "train.global_batch=4", "train.microbatch=2",
          "train.steps=6", "train.eval_sequences=5", "train.eval_every=null", "optim.warmup=2",
-         "log.every=1", "log.sample=20", "speed.threads=1"]
+         "log.every=1", "log.fingerprint_every=3", "log.sample=20", "speed.threads=1"]
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +286,10 @@ def test_a_run_leaves_what_it_promises(finished):
     assert 5.0 < rows[1]["loss"] < 6.0  # log(257) = 5.55 before anything is learnt
     of_a_token = [row["mfu"] / row["tokens_per_second"] for row in rows.values()]  # over the peak
     assert of_a_token == pytest.approx([of_a_token[0]] * 6) and 0 < of_a_token[0]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    prints = {row["step"]: row["fingerprints"] for row in lines if "fingerprints" in row}
+    assert list(prints) == [3, 6] and prints[3] != prints[6]
+    assert {"param/embed.tokens.weight", "exp_avg_sq/head.norm.weight"} <= set(prints[6])
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["vocab_size"] == 257 and config["speed"]["dtype"] == "float32"
     assert (run / "source" / "train.py").read_text() == (ROOT / "train.py").read_text()
