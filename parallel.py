@@ -260,6 +260,25 @@ def all_to_all_start(mesh, x, axis, what=""):
     return Handle(work, lambda: out)
 
 
+def add_pairs(parts):
+    """The sum of parts[0], parts[1] .. along dim 0, whose number is a power of two, by a binary
+    tree: ((0 + 1) + (2 + 3)) + .. The same bits wherever some of these sums were made before."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
+
+
+def reduce_scatter_pairs(mesh, x, axis):
+    """This rank's 1/n of the sum of x over `axis`, by add_pairs over the ranks, on any backend."""
+    n = mesh.size[axis]
+    return x if n == 1 else add_pairs(all_to_all_start(mesh, x.view(n, -1), axis).wait())
+
+
+def all_reduce_pairs(mesh, x, axis):
+    """The sum of x over `axis`, by add_pairs over the ranks: moves what an all-reduce does."""
+    return all_gather(mesh, reduce_scatter_pairs(mesh, x, axis), axis)
+
+
 def shift_start(mesh, x, axis, what=""):
     """Start to send x to the next rank of the ring that `axis` is; the handle gives that of the one
     before. x must stay as it is until then. Sends N bytes of N."""
@@ -807,18 +826,23 @@ class Blocks:
         free(i)     they are not needed for now
         reduce(i)   block i's gradient of a microbatch is complete: start its sum over the ranks
         wait()      all sums are done
+
+    With `deterministic` each microbatch's gradient is summed by itself, over the data ranks and
+    then over the microbatches, by one binary tree: leaf j n + r is the j-th microbatch of data rank
+    r of n. Any layout's sums are subtrees of it, so that all have the same bits. It costs zero 2's
+    traffic, and log2 of the microbatches shards.
     """
 
     ALIGN = 16  # elements: parameters begin at multiples of it, so that kernels can use wide loads
 
     def __init__(self, blocks, mesh, dtype, zero=0, prefetch=1, reduce_dtype=None, offload=False,
-                 hold=False, shared=(), twin=None):
+                 hold=False, shared=(), twin=None, deterministic=False):
         """`blocks`: [(name, module)] in the order of forward, built on the meta device. Allocates
         the storage (zeros) and makes the modules' parameters views into it. `hold`: gather and
         reduce once a step. `shared`: a weight that several blocks use, as a block of its own;
         `twin`: the stage whose rank has the other copy of it."""
         self.mesh, self.dtype, self.zero, self.prefetch = mesh, dtype, zero, prefetch
-        self.offload, self.hold, self.twin = offload, hold, twin
+        self.offload, self.hold, self.twin, self.deterministic = offload, hold, twin, deterministic
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.reduce_dtype = reduce_dtype or self.master_dtype
         self.params, n = list_params(blocks, shared), len(blocks) + len(shared)
@@ -831,7 +855,8 @@ class Blocks:
         self.bind(blocks)
         self.gathering = [None] * n  # handle of an all-gather under way
         self.whole = [zero < 3 or not size for size in self.sizes]
-        self.open = [zero < 2] * n  # the whole gradient buffer holds something
+        self.open = [zero < 2 and not deterministic] * n  # the whole gradient holds something
+        self.trees = {}  # (block, use) -> [(level, sum of 2^level rounds)], the highest first
         self.reducing = {}  # block -> handle of a reduce-scatter under way
         self.summing = []  # handles of all-reduces
 
@@ -873,6 +898,7 @@ class Blocks:
         self.master = self.piece if same else [state(n, self.master_dtype) for n in shard]
         if self.zero < 2:
             self.full_grad = [zeros(n, self.master_dtype) for n in self.sizes]
+            self.grad_lasting = [True] * len(self.sizes)
             self.grad = [g[lo:hi] for g, (lo, hi) in zip(self.full_grad, self.spans)]
         else:
             self.full_grad, self.grad_lasting = take_turns(
@@ -995,17 +1021,45 @@ class Blocks:
         if pairs:
             torch._foreach_add_([acc for acc, _ in pairs], [g for _, g in pairs])
 
-    def reduce(self, i, last):
+    def reduce(self, i, last, use=0):
         """Block i's gradient of a microbatch is complete on this rank, and with `last` that of the
         step: start its sum. Over fsdp x cp a reduce-scatter (zero 2 and 3: for each microbatch),
-        over dp an all-reduce of the shard once a step; at zero 0 one all-reduce over both."""
-        if self.zero == 0:
+        over dp an all-reduce of the shard once a step; at zero 0 one all-reduce over both. `use`:
+        of a weight that two blocks use, which of them has made it (deterministic only)."""
+        if self.deterministic:
+            self.add_leaf(i, use)
+        elif self.zero == 0:
             if last:
                 self.start_sum(i, "grad")
         elif self.sizes[i] and (last or self.zero >= 2 and not self.hold):
             sent = self.full_grad[i]
             sent = sent if self.shards == 1 else sent.to(self.reduce_dtype)
             self.reducing[i] = reduce_scatter_start(self.mesh, sent, "shard"), last
+
+    def add_leaf(self, i, use):
+        """Sum block i's gradient of one microbatch over the data ranks, by pairs, and add it to
+        those of the microbatches before as a binary counter carries."""
+        if not self.sizes[i]:
+            return
+        if self.zero == 0:
+            part = all_reduce_pairs(self.mesh, self.full_grad[i], "grad")
+        else:
+            part = reduce_scatter_pairs(self.mesh, self.full_grad[i], "shard")
+            part = all_reduce_pairs(self.mesh, part, "dp")
+        level, tree = 0, self.trees.setdefault((i, use), [])
+        while tree and tree[-1][0] == level:
+            part, level = tree.pop()[1] + part, level + 1
+        tree.append((level, part.clone() if level == 0 else part))
+        self.open[i] = False
+        if not self.grad_lasting[i]:
+            self.full_grad[i].untyped_storage().resize_(0)
+
+    def collect_trees(self):
+        """The gradients of the step: of each block the whole tree, of a weight of two uses both."""
+        for (i, use), tree in sorted(self.trees.items()):
+            [(_, total)] = tree  # the microbatches are a power of two
+            self.grad[i].copy_(total if use == 0 else self.grad[i] + total)
+        self.trees.clear()
 
     def start_sum(self, i, axis):
         """Start the all-reduce of block i's gradient (shard) over `axis`, in the reduce dtype."""
@@ -1032,6 +1086,7 @@ class Blocks:
 
     def wait(self):
         """All sums that were started are done."""
+        self.collect_trees()
         for i in list(self.reducing):
             self.finish_reduce(i)
         for handle in self.summing:
@@ -1074,8 +1129,28 @@ class Blocks:
             grads = [part for before, _, after in self.parted() for part in (before, after)]
         if self.is_second_twin():  # of the shared block, which is the last
             grads = grads[: -len(grads) // len(self.grad)]
+        axis = "copy" if self.zero else "model"
+        if self.deterministic:
+            return self.norm_of_integers(grads, axis)
         total = torch.stack(torch._foreach_norm(grads)).square().sum()
-        return all_reduce(self.mesh, total, "copy" if self.zero else "model").sqrt()
+        return all_reduce(self.mesh, total, axis).sqrt()
+
+    def norm_of_integers(self, grads, axis):
+        """The 2-norm by a sum that has no order: squares, over that of the largest element, as
+        integers of as many bits as their sum leaves room for. NaN where one is not finite. Three
+        all-reduces of a word or two."""
+        grads = [g for g in grads if g.numel()]
+        bad = torch.stack([(~g.isfinite()).sum() for g in grads]).sum()
+        own = self.params if not self.is_second_twin() else [
+            p for p in self.params if p.block < len(self.sizes) - 1]
+        n = all_reduce(self.mesh, bad.new_tensor(sum(p.numel for p in own)), "pp")
+        top = torch.stack([g.abs().amax() for g in grads]).amax().double()
+        top = all_reduce(self.mesh, top, axis, "max")
+        scale = torch.exp2(62 - torch.log2(n.double()).ceil())
+        total = sum(((g.double() / top).square() * scale).round().long().sum() for g in grads)
+        total, bad = all_reduce(self.mesh, torch.stack([total, bad]), axis)
+        norm = torch.where(top == 0, 0.0, top * (total.double() / scale).sqrt())
+        return torch.where(bad > 0, torch.nan, norm).to(self.master_dtype)
 
     # ---- optimizer and state
 
@@ -1745,9 +1820,13 @@ class Flow:
         for b in self.blocks.closes[i]:
             self.left[b] -= 1
             self.blocks.reduce(b, last=self.left[b] == 0)
+        if self.blocks.deterministic:  # then each use of a weight has a gradient of its own
+            for b in self.blocks.uses[i] - set(self.blocks.closes[i]):
+                self.blocks.reduce(b, False, use=1)
 
 
-def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, trace=None):
+def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, trace=None,
+        losses=None):
     """Run this rank's program. Returns the sum over the microbatches of what the last block
     returned, which is the loss (zero on a rank that does not have it).
 
@@ -1757,7 +1836,8 @@ def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, 
     autograd. `keep[i]`: whether forward keeps block i's graph, or only its input, from which
     backward computes the block again. `chunks`: by default all blocks are one. `empty(microbatch)`
     makes the tensor that a stage receives. `trace`: a list that gets (action, forwards kept, weight
-    parts due) after each. Without backward actions nothing is kept.
+    parts due) after each; `losses`: one that gets the loss of each microbatch. Without backward
+    actions nothing is kept.
 
     Autograd only ever sees one block: blocks are joined here by hand, so the order of gathers,
     frees and reductions is the order of these lines."""
@@ -1772,6 +1852,8 @@ def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, 
             result = act(flow, entry, program[n + 1 : n + 2])
             if entry.kind == "forward" and flow.chunks[entry.chunk].last:
                 total = total + result
+                if losses is not None:
+                    losses.append(result)
             if trace is not None:
                 trace.append((entry, len(flow.saved), len(flow.due)))
         elif entry.op == "receive":

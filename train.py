@@ -171,6 +171,8 @@ def check_config(config, world):
     check_tp(config, sizes["tp"])
     check_cp(config, sizes["cp"], sizes["tp"])
     check_pp(config["parallel"], config["model"]["n_layer"])
+    if v["train.deterministic"]:
+        check_deterministic(v, sizes["dp"] * sizes["fsdp"])
     ranks, batch = sizes["dp"] * sizes["fsdp"], v["train.global_batch"]
     check(batch % ranks == 0, "train.global_batch", batch,
           f"the {ranks} data ranks must divide it: {-(-batch // ranks) * ranks}, say")
@@ -215,6 +217,22 @@ def check_pp(p, n_layer):
     check(given is None or len(given) == stages and sum(given) == n_layer and min(given) >= 1,
           "parallel.stages", given,
           f"must be {stages} numbers, at least 1 each, {n_layer} together, or null")
+
+
+def check_deterministic(v, ranks):
+    """What sums of the same bits on every layout ask for."""
+    for key, legal in (("parallel.tp", [1]), ("parallel.cp", [1]),
+                       ("parallel.reduce_dtype", [None]),
+                       ("speed.dtype", ["auto", "float32", "bfloat16", "float64"])):
+        check(v[key] in legal, key, v[key],
+              f"train.deterministic needs {' or '.join(map(str, legal))}")
+    batch, rows = v["train.global_batch"], v["train.microbatch"]
+    check(ranks & (ranks - 1) == 0, "parallel.dp x parallel.fsdp", ranks,
+          "train.deterministic needs a power of two")
+    n = batch // (rows * ranks)
+    check(n * rows * ranks == batch and n > 0 and n & (n - 1) == 0, "train.global_batch", batch,
+          f"train.deterministic needs train.microbatch = {rows} x {ranks} data ranks x a power of "
+          f"two: {rows * ranks}, say")
 
 
 # ---- Learning rate --------------------------------------------------------------------------
@@ -295,7 +313,7 @@ def build(config, mesh):
         p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], p["cp_mode"],
         s["kernels"], zero=p["zero"], prefetch=p["prefetch"],
         reduce_dtype=DTYPES.get(p["reduce_dtype"]), offload=p["offload"] == "optimizer",
-        hold=p["pp"] > 1 and p["zero_pp"] == "keep")
+        hold=p["pp"] > 1 and p["zero_pp"] == "keep", deterministic=t["deterministic"])
     model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
     keep = [name[:7] != "layers." or not n or int(name[7:]) % n != 0 for name in model.names]
@@ -347,8 +365,13 @@ def train_step(run, batches, count):
     scale = run.scale / max(count, 1)
     micros = [to_device(run, b, scale, drop_key) for b in batches]
     blocks.begin()
-    loss = schedule(run, micros, training=True)
-    loss = parallel.all_reduce(mesh, loss, "loss") / max(count, 1)
+    losses = []
+    loss = schedule(run, micros, training=True, losses=losses)
+    if run.config["train"]["deterministic"]:
+        loss = sum_losses(run, torch.stack(losses) if losses else loss.expand(len(micros)))
+    else:
+        loss = parallel.all_reduce(mesh, loss, "loss")
+    loss = loss / max(count, 1)
     norm, found_inf = clip(run, optim["grad_clip"])
     blocks.adamw(lr_at(run.step, optim, run.config["train"]["steps"]), optim["beta1"],
                  optim["beta2"], optim["eps"], optim["weight_decay"], found_inf)
@@ -360,14 +383,22 @@ def train_step(run, batches, count):
     return torch.stack([loss, norm, found_inf.to(loss.dtype), run.bad.to(loss.dtype)])
 
 
-def schedule(run, micros, training):
+def sum_losses(run, losses):
+    """The sum of the losses [m] of all ranks' microbatches, in the order of gradients' trees."""
+    leaves = parallel.all_gather(run.mesh, losses, "data", "losses")  # [n m]
+    leaves = leaves.view(-1, len(losses)).t().flatten()
+    return parallel.all_reduce(run.mesh, parallel.add_pairs(leaves), "pp")  # others have zeros
+
+
+def schedule(run, micros, training, losses=None):
     """Forward, or forward and backward, of all microbatches in the order of the config's schedule.
-    Returns the sum of the loss over them, on the ranks of the last stage (elsewhere zero)."""
+    Returns the sum of the loss over them, on the ranks of the last stage (elsewhere zero), where
+    each goes to the list `losses` as well."""
     p = run.config["parallel"]
     program = parallel.program(p["pp"], run.mesh.coord["pp"], p["schedule"], len(micros),
                                p["chunks"], training)
     return parallel.run(program, run.fns, run.blocks, micros, run.keep, run.model.chunks,
-                        run.model.empty)
+                        run.model.empty, losses=losses)
 
 
 def clip(run, limit):
@@ -734,6 +765,7 @@ def main(argv):
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     torch.set_float32_matmul_precision(config["speed"]["matmul"])
+    torch.use_deterministic_algorithms(config["train"]["deterministic"])
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
     run = build(config, parallel.build_mesh(sizes, device))
