@@ -365,7 +365,7 @@ def traced(case, folder, naps):
     run.fns = [sleepy(fn) for fn in run.fns] if naps else run.fns
     run.loader.start(0)
     losses = []
-    with unittest.mock.patch.object(parallel, "run", lambda *a: plain(*a, trace=trace)):
+    with unittest.mock.patch.object(parallel, "run", lambda *a, **k: plain(*a, trace=trace, **k)):
         for _ in range(2):
             trace.clear()
             _, batches, pending = train.next_batch(run, False)
