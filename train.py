@@ -711,7 +711,7 @@ def introduce(run, sizes):
     seq_len, batch = c["data"]["seq_len"], c["train"]["global_batch"]
     on_gpu = mesh.device.type == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    how = c["speed"]["dtype"] + (", compiled" if c["speed"]["compile"] else "")
+    how = c["speed"]["dtype"] + (", compiled" if c["speed"]["compile"] else ", not compiled")
     tokens = sum(s.n_tokens for s in run.loader.sources)
     params = model_py.count_params(run.model.cfg)
     say(run, f"model   {params:,} parameters, {how}, {mesh.world} x {where}")

@@ -9,6 +9,7 @@ import textwrap
 import parity
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model
 import parallel
@@ -277,6 +278,31 @@ def test_fingerprint_does_not_depend_on_the_cut():
     index = torch.arange(35)
     assert parallel.fingerprint(y.view(-1), index) != whole
     assert parallel.fingerprint(x.t().contiguous().view(-1), index) != whole
+
+
+def test_enter_and_leave_are_operators(monkeypatch):
+    """Of torch's own check: schema, aliases, the autograd that is registered, the shapes that a
+    trace sees; as rank 0 of two that are not there."""
+    made, real = [], parallel.operator
+
+    def operator(name, schema):
+        make = real(name, schema)
+        return lambda fn: made.append(make(fn)) or made[-1]
+
+    monkeypatch.setattr(parallel, "operator", operator)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = parallel.build_mesh(parallel.layout_of(2, tp=2), "cpu")
+    parallel.enter_in_graph(mesh)
+    parallel.leave_in_graph(mesh)
+    x, w, v = (torch.randn(*shape).requires_grad_() for shape in ((3, 4, 5), (6, 5), (2, 5)))
+    biases = [torch.randn(6).requires_grad_(), torch.randn(2).requires_grad_()]
+    grads = [torch.randn(3, 8, 6), torch.randn(3, 8, 2)]
+    y = torch.randn(8, 3, 5).requires_grad_()
+    for op, args in ((made[0], (x, [w, v], biases, False)), (made[0], (x, [w], [], True)),
+                     (made[1], (x, [w, v], grads, False)), (made[2], (y,)), (made[3], (y,))):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor",
+                                                    "test_autograd_registration"))
+    torch.distributed.destroy_process_group()
 
 
 def spoil(case, folder, name):

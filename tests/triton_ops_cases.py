@@ -289,6 +289,23 @@ def test_loss_shows_what_is_not_finite():
     assert s[0].isnan() and (m + s.log())[1:].isfinite().all()
 
 
+def test_gradients_without_memory_of_their_own():
+    """That of a sum is one number, expanded."""
+    one = torch.ones(())
+    x, _, weight, _, _ = norm_case((6, 40), F32, "")
+    q, k, cos, sin = turn_case(2, 3, 4, 2, 24, False, F32, "")
+    r = x.square().mean(-1).rsqrt()
+    lo, hi = torch.zeros(2, 3).int(), torch.tensor([[1, 2, 3]] * 2).int()
+    lse, delta = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
+    for call, *shapes in (
+            (lambda dy: ops.rms_norm_backward(dy, x, weight, r, dy), x.shape),
+            (lambda dq, dk: ops.rotary_forward(dq, dk, cos, sin, -1), q.shape, k.shape),
+            (lambda dy: ops.swiglu_backward(dy, x, x), x.shape),
+            (lambda do: ops.flash_backward(do, q, k, k, lse, delta, lo, hi, 1.0, None), q.shape)):
+        expanded, whole = [one.expand(s) for s in shapes], [torch.ones(s) for s in shapes]
+        assert all(map(torch.equal, call(*expanded), call(*whole)))
+
+
 def every_operation(n=3):
     """-> {name: call}, each with arguments of its own."""
     x, add, weight, dy, dh = norm_case((n, 300, 20), F32, "", True)
