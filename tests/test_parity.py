@@ -505,7 +505,7 @@ COMPILED = {  # layout and options -> graphs in all: for all layers, steps and m
     "zero-bubble": ({"pp": 2}, {"parallel.schedule": "zero-bubble"}, 5),
     "cp": ({"cp": 2}, {}, 4),
 }
-BY_DEFAULT = "tp, recomputation", "zero 3", "zero-bubble"
+BY_DEFAULT = "tp, recomputation", "zero-bubble"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside dynamo

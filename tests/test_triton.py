@@ -15,6 +15,7 @@ import yaml
 triton = pytest.importorskip("triton")
 
 HERE = pathlib.Path(__file__).parent
+CASES = ["triton_cases.py", "triton_ops_cases.py"]
 PRODUCT = {80: r"mma\.sync\S*bf16", 90: r"wgmma\.mma_async\S*bf16", 100: r"tcgen05\.mma",
            "hip": r"v_mfma_f32_\S*bf16"}  # fmt: skip
 
@@ -30,13 +31,26 @@ def kernels():
     return module
 
 
-@pytest.mark.parametrize("cases", ["triton_cases.py", "triton_ops_cases.py"])
-def test_cases_in_the_interpreter(cases):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-               str(HERE / cases)]  # fmt: skip
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """{file of cases: (exit code, what it printed)}, all at once, each on one thread."""
+    folder, running = tmp_path_factory.mktemp("interpreted"), {}
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    for cases in CASES:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                   str(HERE / cases)]  # fmt: skip
+        out = (folder / cases).open("w")
+        running[cases] = subprocess.Popen(command, cwd=HERE.parent, env=environment, stdout=out,
+                                          stderr=subprocess.STDOUT)
+        out.close()
+    return {cases: (process.wait(), (folder / cases).read_text())
+            for cases, process in running.items()}
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_cases_in_the_interpreter(cases, interpreted):
+    code, text = interpreted[cases]
+    assert code == 0, text[-8000:]
 
 
 def compiled(kernels, name, arch, d=128):
