@@ -29,6 +29,7 @@ the specification that every layout has to reproduce.
     python parallel.py interleaved 4 8 2    the timeline of a schedule: 4 ranks, 8 microbatches
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -75,20 +76,21 @@ class Mesh:
     rank: int = 0
     world: int = 1
     control: object = None
+    patience: tuple = ()  # on a CPU (parallel.timeout,): gloo's sends and receives want to be told
     ledger: dict = dataclasses.field(default_factory=dict)
 
 
-def start(device):
-    """Join the world that torchrun describes in the environment, if there is one.
-
-    Returns (rank, world size, local rank); (0, 1, 0) without torchrun."""
+def start(device, timeout=600):
+    """Join the world that torchrun describes in the environment, if there is one. A rank waits
+    `timeout` seconds for the others. Returns (rank, world size, local rank); (0, 1, 0) without
+    torchrun."""
     if "RANK" not in os.environ:
         return 0, 1, 0
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if not dist.is_initialized():
         bind = torch.device("cuda", local_rank) if device == "cuda" else None
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=bind, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, device_id=bind, timeout=timedelta(seconds=timeout))
     return dist.get_rank(), dist.get_world_size(), local_rank
 
 
@@ -130,9 +132,9 @@ def layout_of(world, **sizes):
     return sizes
 
 
-def build_mesh(sizes, device):
-    """Make every process group of the layout. `sizes`: axis -> ranks, with the world as product.
-    Collective: all ranks call it in the same order."""
+def build_mesh(sizes, device, timeout=600):
+    """Make every process group of the layout. `sizes`: axis -> ranks, with the world as product;
+    `timeout`: as in start. Collective: all ranks call it in the same order."""
     world = math.prod(sizes.values())
     rank = dist.get_rank() if world > 1 else 0
     mesh = Mesh(dict(sizes), {}, {}, torch.device(device), rank, world)
@@ -161,14 +163,30 @@ def build_mesh(sizes, device):
         mesh.group[name] = made[axes]
     simulated = dist.get_backend() == "fake"  # one process plays one rank of a world that is not
     mesh.control = dist.new_group(backend=None if simulated else "gloo")
+    limit = timedelta(seconds=timeout)
+    for group in () if simulated else {*made.values(), mesh.control} - {None}:
+        dist.distributed_c10d._set_pg_timeout(limit, group)  # a group does not inherit it
+    mesh.patience = (limit,) if mesh.device.type == "cpu" and not simulated else ()
     return mesh
 
 
 def count(mesh, axis, op, nbytes, what=""):
-    """Enter a call into the ledger; `what` gives it a line of its own."""
-    calls = mesh.ledger.setdefault((axis, f"{op} ({what})" if what else op), [0, 0])
+    """Enter a call into the ledger; `what` gives it a line of its own. Returns its name."""
+    op = f"{op} ({what})" if what else op
+    calls = mesh.ledger.setdefault((axis, op), [0, 0])
     calls[0] += 1
     calls[1] += nbytes
+    return f"{op} over {axis}"
+
+
+@contextlib.contextmanager
+def named(name):
+    """What fails in here (no answer within parallel.timeout, a rank that is gone) says in what."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.args = (f"{name}: {error}",)
+        raise
 
 
 def all_reduce(mesh, x, axis, op="sum", wait=True, what=""):
@@ -178,21 +196,23 @@ def all_reduce(mesh, x, axis, op="sum", wait=True, what=""):
     if n == 1:
         return x if wait else None
     nbytes = 2 * x.numel() * x.element_size() * (n - 1) // n
-    count(mesh, axis, f"all_reduce {op}", nbytes, what)
+    name = count(mesh, axis, f"all_reduce {op}", nbytes, what)
     how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    work = dist.all_reduce(x, how, group=mesh.group[axis], async_op=not wait)
-    return x if wait else work
+    with named(name):
+        work = dist.all_reduce(x, how, group=mesh.group[axis], async_op=not wait)
+    return x if wait else Handle(work, lambda: x, name)
 
 
 class Handle:
     """A collective under way: wait() gives its result. On a GPU the stream waits, not the host."""
 
-    def __init__(self, work, finish):
-        self.work, self.finish = work, finish
+    def __init__(self, work, finish, name="", patience=()):
+        self.work, self.finish, self.name, self.patience = work, finish, name, patience
 
     def wait(self):
         if self.work is not None:
-            self.work.wait()
+            with named(self.name):
+                self.work.wait(*self.patience)
         return self.finish()
 
 
@@ -203,9 +223,9 @@ def all_gather_into(mesh, out, x, axis, what=""):
     if n == 1:
         out.copy_(x)
         return Handle(None, lambda: out)
-    count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n, what)
+    name = count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n, what)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
-    return Handle(gather(out, x, group=mesh.group[axis], async_op=True), lambda: out)
+    return Handle(gather(out, x, group=mesh.group[axis], async_op=True), lambda: out, name)
 
 
 def all_gather_start(mesh, x, axis, what=""):
@@ -232,15 +252,15 @@ def reduce_scatter_start(mesh, x, axis, what=""):
     if n == 1:
         return Handle(None, lambda: x)
     assert x.shape[0] % n == 0, (x.shape, n)
-    count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n, what)
+    name = count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n, what)
     if x.device.type == "cpu":
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=mesh.group[axis], async_op=True)
         rows = parts.view(n, x.shape[0] // n, *x.shape[1:])
-        return Handle(work, lambda: rows.sum(0, dtype=wide))
+        return Handle(work, lambda: rows.sum(0, dtype=wide), name)
     out = x.new_empty(x.shape[0] // n, *x.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return Handle(scatter(out, x, group=mesh.group[axis], async_op=True), lambda: out)
+    return Handle(scatter(out, x, group=mesh.group[axis], async_op=True), lambda: out, name)
 
 
 def reduce_scatter(mesh, x, axis, what=""):
@@ -255,9 +275,9 @@ def all_to_all_start(mesh, x, axis, what=""):
     sent here. Sends N (n-1)/n bytes of N."""
     n, out = mesh.size[axis], torch.empty_like(x)
     assert x.is_contiguous() and x.shape[0] == n, (x.shape, x.stride(), n)
-    count(mesh, axis, "all_to_all", x.numel() * x.element_size() * (n - 1) // n, what)
+    name = count(mesh, axis, "all_to_all", x.numel() * x.element_size() * (n - 1) // n, what)
     work = dist.all_to_all_single(out, x, group=mesh.group[axis], async_op=True)
-    return Handle(work, lambda: out)
+    return Handle(work, lambda: out, name)
 
 
 def add_pairs(parts):
@@ -282,15 +302,16 @@ def all_reduce_pairs(mesh, x, axis):
 def shift_start(mesh, x, axis, what=""):
     """Start to send x to the next rank of the ring that `axis` is; the handle gives that of the one
     before. x must stay as it is until then. Sends N bytes of N."""
-    count(mesh, axis, "shift", x.numel() * x.element_size(), what)
+    name = count(mesh, axis, "shift", x.numel() * x.element_size(), what)
     n, rank, group = mesh.size[axis], mesh.coord[axis], mesh.group[axis]
     both = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
             dist.P2POp(dist.irecv, torch.empty_like(x), group=group, group_peer=(rank - 1) % n)]
     works = dist.batch_isend_irecv(both)
 
     def finish():
-        for work in works:
-            work.wait()
+        with named(name):
+            for work in works:
+                work.wait(*mesh.patience)
         return both[1].tensor
 
     return Handle(None, finish)
@@ -299,15 +320,16 @@ def shift_start(mesh, x, axis, what=""):
 class Sending:
     """A send under way. done() does not wait; on a CPU a thread does, as gloo tells nobody else."""
 
-    def __init__(self, work, device):
-        self.work, self.error, self.thread = work, None, None
-        if device.type == "cpu":
+    def __init__(self, work, mesh, name):
+        self.work, self.error, self.thread, self.name = work, None, None, name
+        self.patience = mesh.patience
+        if mesh.device.type == "cpu":
             self.thread = threading.Thread(target=self.watch, daemon=True)
             self.thread.start()
 
     def watch(self):
         try:
-            self.work.wait()
+            self.work.wait(*self.patience)
         except Exception as error:
             self.error = error
 
@@ -315,30 +337,33 @@ class Sending:
         return self.work.is_completed() if self.thread is None else not self.thread.is_alive()
 
     def wait(self):
-        self.work.wait() if self.thread is None else self.thread.join()
-        if self.error is not None:
-            raise self.error
+        with named(self.name):
+            self.work.wait() if self.thread is None else self.thread.join()
+            if self.error is not None:
+                raise self.error
 
 
 def send(mesh, x, stage):
     """Start to send x to the rank at coordinate `stage` of pp: x must stay as it is until done."""
-    count(mesh, "pp", "send", x.numel() * x.element_size())
-    return Sending(dist.isend(x, group=mesh.group["pp"], group_dst=stage), mesh.device)
+    name = count(mesh, "pp", "send", x.numel() * x.element_size())
+    return Sending(dist.isend(x, group=mesh.group["pp"], group_dst=stage), mesh, name)
 
 
 def receive(mesh, out, stage):
     """Start to fill `out` with what the rank at coordinate `stage` of pp sends."""
-    return Handle(dist.irecv(out, group=mesh.group["pp"], group_src=stage), lambda: out)
+    work = dist.irecv(out, group=mesh.group["pp"], group_src=stage)
+    return Handle(work, lambda: out, "receive over pp", mesh.patience)
 
 
 def swap(mesh, x, stage, what=""):
     """x of the rank at coordinate `stage` of pp, which gets this rank's."""
-    count(mesh, "pp", "send", x.numel() * x.element_size(), what)
+    name = count(mesh, "pp", "send", x.numel() * x.element_size(), what)
     other, group = torch.empty_like(x), mesh.group["pp"]
     both = [dist.P2POp(dist.isend, x, group=group, group_peer=stage),
             dist.P2POp(dist.irecv, other, group=group, group_peer=stage)]
     for work in dist.batch_isend_irecv(both):  # as one: neither waits for the other to end
-        work.wait()
+        with named(name):
+            work.wait(*mesh.patience)
     return other
 
 
@@ -347,15 +372,16 @@ class Pending:
 
     def __init__(self, mesh, *values):
         self.values = torch.tensor(values, dtype=torch.int64)
-        self.work = None
+        self.work, self.name = None, ""
         if mesh.world > 1:
-            count(mesh, "world", "all_reduce sum (control)",
-                  2 * self.values.numel() * 8 * (mesh.world - 1) // mesh.world)
+            nbytes = 2 * self.values.numel() * 8 * (mesh.world - 1) // mesh.world
+            self.name = count(mesh, "world", "all_reduce sum (control)", nbytes)
             self.work = dist.all_reduce(self.values, group=mesh.control, async_op=True)
 
     def wait(self):
         if self.work is not None:
-            self.work.wait()
+            with named(self.name):
+                self.work.wait()
         return self.values.tolist()
 
 
@@ -365,8 +391,9 @@ def agree(mesh, error=None):
     Returns only when all ranks have called it with None."""
     notes = [error and f"rank {mesh.rank}: {error}"]
     if mesh.world > 1:
-        notes = [None] * mesh.world
-        dist.all_gather_object(notes, error and f"rank {mesh.rank}: {error}", group=mesh.control)
+        mine, notes = notes[0], [None] * mesh.world
+        with named("agree over world"):
+            dist.all_gather_object(notes, mine, group=mesh.control)
     bad = [note for note in notes if note]
     if bad:
         raise RuntimeError(bad[0])
@@ -376,7 +403,8 @@ def tell(mesh, value):
     """Rank 0's value (any Python object), on every rank."""
     box = [value]
     if mesh.world > 1:
-        dist.broadcast_object_list(box, src=0, group=mesh.control)
+        with named("tell over world"):
+            dist.broadcast_object_list(box, src=0, group=mesh.control)
     return box[0]
 
 

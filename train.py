@@ -141,10 +141,10 @@ def check_config(config, world):
         ("parallel.dp parallel.fsdp", lambda n: n == "auto" or (isinstance(n, int) and n >= 1),
          "must be at least 1, or auto"),
         ("parallel.pp parallel.cp parallel.tp parallel.chunks parallel.check_replicas_every "
-         "train.steps train.global_batch train.microbatch train.eval_every train.eval_sequences "
-         "train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab speed.threads "
-         "checkpoint.every checkpoint.keep log.every log.fingerprint_every", lambda n: n >= 1,
-         "must be at least 1"),
+         "parallel.timeout train.steps train.global_batch train.microbatch train.eval_every "
+         "train.eval_sequences train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab "
+         "speed.threads checkpoint.every checkpoint.keep log.every log.fingerprint_every",
+         lambda n: n >= 1, "must be at least 1"),
         ("parallel.prefetch optim.warmup", lambda n: n >= 0, "must be at least 0"),
         ("optim.decay", lambda x: 0 <= x <= 1, "must be a fraction, 0 to 1"),
         ("optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be in [0, 1)"),
@@ -748,11 +748,15 @@ def finish(run, log, stopped):
 
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, world, local_rank = parallel.start(device)
-    error = None
+    config, error = None, None
     try:
         config = load_config(argv)
-        sizes = check_config(config, world)
+    except ValueError as e:
+        error = e
+    timeout = max(config["parallel"]["timeout"], 1) if config else 60
+    rank, world, local_rank = parallel.start(device, timeout)
+    try:
+        sizes = error or check_config(config, world)
     except ValueError as e:
         error = e
     # there is no mesh as yet: its control group is the group of all ranks
@@ -768,7 +772,7 @@ def main(argv):
     torch.use_deterministic_algorithms(config["train"]["deterministic"])
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
-    run = build(config, parallel.build_mesh(sizes, device))
+    run = build(config, parallel.build_mesh(sizes, device, timeout))
     resumed = resume(run)
     introduce(run, sizes)
     if resumed and run.step >= config["train"]["steps"]:

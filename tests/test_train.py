@@ -102,6 +102,7 @@ def test_bad_arguments(argv, words):
     (["parallel.schedule=dualpipe"], 1, ["parallel.schedule", "dualpipe", "zero-bubble"]),
     (["parallel.pp=2", "parallel.stages=[1,2]"], 2, ["parallel.stages", "2 numbers", "4"]),
     (["speed.recompute=selective", "speed.compile=true"], 1, ["speed.recompute", "speed.compile"]),
+    (["parallel.timeout=0"], 1, ["parallel.timeout", "0", "at least 1"]),
     (["parallel.zero=4"], 1, ["parallel.zero", "4"]),
     (["parallel.offload=all"], 1, ["parallel.offload", "all", "optimizer"]),
     (["parallel.reduce_dtype=float16"], 1, ["parallel.reduce_dtype", "bfloat16"]),
