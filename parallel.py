@@ -80,22 +80,26 @@ class Mesh:
     ledger: dict = dataclasses.field(default_factory=dict)
 
 
-def start(device, timeout=600):
-    """Join the world that torchrun describes in the environment, if there is one. A rank waits
-    `timeout` seconds for the others. Returns (rank, world size, local rank); (0, 1, 0) without
-    torchrun."""
+def start(device):
+    """Join the world that torchrun describes in the environment, if there is one.
+
+    Returns (rank, world size, local rank); (0, 1, 0) without torchrun."""
     if "RANK" not in os.environ:
         return 0, 1, 0
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if not dist.is_initialized():
         bind = torch.device("cuda", local_rank) if device == "cuda" else None
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=bind, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, device_id=bind, timeout=timedelta(minutes=10))
     return dist.get_rank(), dist.get_world_size(), local_rank
 
 
 def ranks_of_node():  # as started by torchrun
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def restarts():  # how often torchrun has started all ranks again
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if "RANK" in os.environ else 0
 
 
 def stop():
@@ -134,7 +138,7 @@ def layout_of(world, **sizes):
 
 def build_mesh(sizes, device, timeout=600):
     """Make every process group of the layout. `sizes`: axis -> ranks, with the world as product;
-    `timeout`: as in start. Collective: all ranks call it in the same order."""
+    `timeout`: seconds that a rank waits for others. Collective: all call it in the same order."""
     world = math.prod(sizes.values())
     rank = dist.get_rank() if world > 1 else 0
     mesh = Mesh(dict(sizes), {}, {}, torch.device(device), rank, world)

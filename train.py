@@ -20,6 +20,7 @@ The same command again resumes from the newest checkpoint of run.dir. Ctrl-C (or
 at the end of the step. Nothing here reads a tensor on the host, except one step late for the log.
 """
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -32,6 +33,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -539,6 +541,14 @@ def memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
+def age():
+    """Seconds since this process began; where /proc does not tell, those it used."""
+    with contextlib.suppress(OSError):
+        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.process_time()
+
+
 class Log:
     """One line a logged step on the terminal, one record in metrics.jsonl (and TensorBoard, wandb
     when asked for). A step's numbers are copied to the host without waiting and read when the next
@@ -551,7 +561,8 @@ class Log:
         self.peak, self.flops = peak_flops(run.mesh.device, run.blocks.dtype), 0
         self.sinks = self.open() if run.mesh.rank == 0 else []
         self.clock, self.at = time.perf_counter(), run.step
-        self.began = (self.clock, run.step)
+        self.began, self.age = (self.clock, run.step), age()
+        self.before, self.times = self.clock, collections.deque(maxlen=100)  # of single steps
 
     def open(self):
         """The run folder: the resolved config, a copy of the source, metrics.jsonl without what a
@@ -598,8 +609,18 @@ class Log:
         host = metrics.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event() if metrics.is_cuda else None
         launched = (step, host, event, time.perf_counter(), pairs)
+        self.watch(step, launched[3])
         self.flush()
         self.waiting = launched
+
+    def watch(self, step, now):
+        """Say so where a step took more than ten times what is usual."""
+        seconds, usual = now - self.before, statistics.median(self.times or [math.inf])
+        if len(self.times) >= 10 and seconds > 10 * usual:
+            say(self.run, f"step {step}: took {seconds:.2f} s, the median of the {len(self.times)} "
+                          f"before it is {usual:.2f} s")
+        self.times.append(seconds)
+        self.before = now
 
     def flush(self):
         if self.waiting:
@@ -610,6 +631,8 @@ class Log:
         """All ranks see the same numbers, so all end the run at the same step."""
         if event:
             event.synchronize()
+        if step == self.began[1] + 1 > 1:
+            say(self.run, f"first step after {self.age + now - self.began[0]:.1f} s")
         loss, norm, skipped, bad = host.tolist()
         limit = self.run.config["train"]["max_bad_steps"]
         self.flops += model_py.flops(self.run.model.cfg, self.tokens_per_step, pairs)
@@ -650,6 +673,7 @@ def train(run, log, stop):
         if run.step + 1 < t["steps"]:
             ahead = next_batch(run, bool(stop))
         log.push(run.step + 1, train_step(run, batches, count), pairs)
+        aside = time.perf_counter()
         if profile:
             profile.step()
         if run.step == log.began[1] + 1 and run.mesh.world > 1:
@@ -666,6 +690,7 @@ def train(run, log, stop):
             log.fingerprint()
         if (n := run.config["parallel"]["check_replicas_every"]) and run.step % n == 0:
             parallel.check_replicas(run.blocks)
+        log.before += time.perf_counter() - aside  # no part of the next step
     return False
 
 
@@ -748,15 +773,11 @@ def finish(run, log, stopped):
 
 def main(argv):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, error = None, None
+    rank, world, local_rank = parallel.start(device)
+    error = None
     try:
         config = load_config(argv)
-    except ValueError as e:
-        error = e
-    timeout = max(config["parallel"]["timeout"], 1) if config else 60
-    rank, world, local_rank = parallel.start(device, timeout)
-    try:
-        sizes = error or check_config(config, world)
+        sizes = check_config(config, world)
     except ValueError as e:
         error = e
     # there is no mesh as yet: its control group is the group of all ranks
@@ -772,7 +793,9 @@ def main(argv):
     torch.use_deterministic_algorithms(config["train"]["deterministic"])
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
-    run = build(config, parallel.build_mesh(sizes, device, timeout))
+    run = build(config, parallel.build_mesh(sizes, device, config["parallel"]["timeout"]))
+    if n := parallel.restarts():
+        say(run, f"restarted by torchrun, attempt {n}")
     resumed = resume(run)
     introduce(run, sizes)
     if resumed and run.step >= config["train"]["steps"]:

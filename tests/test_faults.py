@@ -4,9 +4,13 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
+import parity
 import pytest
 import test_train
+
+import train
 
 ROOT = pathlib.Path(__file__).parent.parent
 text = test_train.text  # the fixture
@@ -50,7 +54,7 @@ def rank_main(n, case, rank):
         train.model_py.Layer.forward = late
         sys.argv = ["train.py", *case.split()[1:]]
         runpy.run_path(f"{root}/train.py", run_name="__main__")
-    start("cpu", 30)
+    start("cpu")
     axis = next((a for a in ("dp", "cp", "pp") if f"'{a}'" in case), "fsdp")
     axis = "pp" if re.match("receive|send|swap", case) else axis
     m = build_mesh(layout_of(2, **{axis: 2}), "cpu", int(seconds))
@@ -117,3 +121,45 @@ def test_a_run_that_hangs_ends_with_the_name(hung):
     assert zero.splitlines()[-1].startswith("RuntimeError: all_gather over shard: "), zero
     assert zero.count("Traceback") == 1 and "Traceback" not in one, (zero, one)
     assert "train.py: a rank it waited for is gone: " in one and " over " in one, one
+
+
+# ---- A step that is slow
+
+
+def test_a_slow_step_is_told_once(tokens, monkeypatch, capsys):
+    """Ten times the median of at least ten steps; what is done between steps is not counted."""
+    clock = [100.0]
+    case = {"log.every": 1000, "train.steps": 40, "checkpoint.every": 15}
+    run = parity.prepare(case, str(tokens))
+
+    def step(run, batches, count):
+        run.step += 1
+        run.samples += run.config["train"]["global_batch"]
+        clock[0] += {9: 30.0, 25: 4.9, 30: 5.5}.get(run.step, 0.5)
+        return train.torch.tensor([1.0, 1.0, 0.0, 0.0])
+
+    def save(run):
+        clock[0] += 60
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "peak_flops", lambda *_: None)
+        patch.setattr(train.Log, "open", lambda self: [])
+        patch.setattr(train.time, "perf_counter", lambda: clock[0])
+        patch.setattr(train, "train_step", step)
+        patch.setattr(train, "save", save)
+        train.train(run, train.Log(run), [])
+    run.loader.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if "took" in line]
+    assert told == ["step 30: took 5.50 s, the median of the 29 before it is 0.50 s"]
+
+
+def test_the_clock_of_a_process():
+    """Also in one that was forked late."""
+    code = ("import os, time, train; time.sleep(1)\n"
+            "if os.fork() == 0: time.sleep(.5)\n"
+            "else: os.wait()\n"
+            "print(train.age(), flush=True)")
+    began = time.time()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    child, parent = map(float, done.stdout.split())
+    assert 0.5 <= child <= 5 and child + 1 <= parent <= time.time() - began + 0.1
