@@ -38,6 +38,8 @@ import math
 import os
 import sys
 import threading
+import time
+import uuid
 from datetime import timedelta
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -90,8 +92,31 @@ def start(device):
     if not dist.is_initialized():
         bind = torch.device("cuda", local_rank) if device == "cuda" else None
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=bind, timeout=timedelta(minutes=10))
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+        dist.init_process_group(backend, store=clean(store, rank, world), rank=rank,
+                                world_size=world, device_id=bind, timeout=timedelta(minutes=10))
     return dist.get_rank(), dist.get_world_size(), local_rank
+
+
+def clean(store, rank, world):
+    """A store without the keys of ranks that are gone: torchrun keeps its store over restarts, and
+    its agents do not count these alike. Rank 0 hands a new prefix to every rank that answers."""
+    me = uuid.uuid4().hex
+    if rank:
+        store.set(f"minimesh/{rank}", me)
+        prefix = store.get(f"minimesh/{me}").decode()  # waits
+        store.set(f"{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    until, missing = time.monotonic() + 600, set(range(1, world))
+    while missing and time.monotonic() < until:
+        for other in missing:
+            if store.check([f"minimesh/{other}"]):  # it may be of one that is gone
+                store.set(f"minimesh/{store.get(f'minimesh/{other}').decode()}", me)
+        time.sleep(0.01)
+        missing = {other for other in missing if not store.check([f"{me}/{other}"])}
+    if missing:
+        raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come within 600 s")
+    return dist.PrefixStore(me, store)
 
 
 def ranks_of_node():  # as started by torchrun

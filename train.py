@@ -684,10 +684,11 @@ def train(run, log, stop):
         last = run.step == t["steps"]
         if t["eval_every"] and run.step % t["eval_every"] == 0 and not last:
             report(run, log)
-        if every and run.step % every == 0 and not last:
-            save(run)
         if (n := run.config["log"]["fingerprint_every"]) and run.step % n == 0:
             log.fingerprint()
+        if every and run.step % every == 0 and not last:
+            log.flush()  # what resumes from here does not write this step's record again
+            save(run)
         if (n := run.config["parallel"]["check_replicas_every"]) and run.step % n == 0:
             parallel.check_replicas(run.blocks)
         log.before += time.perf_counter() - aside  # no part of the next step

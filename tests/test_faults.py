@@ -1,7 +1,10 @@
 """Ranks that hang, slow steps, ranks and hosts that are killed: what is said and what goes on."""
 
 import json
+import os
 import pathlib
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -163,3 +166,138 @@ def test_the_clock_of_a_process():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     child, parent = map(float, done.stdout.split())
     assert 0.5 <= child <= 5 and child + 1 <= parent <= time.time() - began + 0.1
+
+
+# ---- torchrun starts a run again
+
+STEPS = ["train.steps=12", "train.deterministic=true", "checkpoint.every=1", "log.sample=null",
+         "log.fingerprint_every=1"]
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """One process that nobody kills: with train.deterministic the bits of every number of ranks."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    done = test_train.shell(text, run, *STEPS)
+    assert done.returncode == 0, done.stderr
+    return numbers(run)
+
+
+def numbers(run):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {(row["step"], key): row[key] for row in rows
+            for key in ("loss", "grad_norm", "fingerprints") if key in row}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for_port(port, seconds=60):
+    until = time.time() + seconds
+    while time.time() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens at {port}")
+
+
+class Agent:
+    """A torchrun, what it and its ranks said, and its end with all that it started."""
+
+    def __init__(self, said, argv, *launch, inside=()):
+        self.said = said
+        line = [*inside, sys.executable, "-m", "torch.distributed.run", "--max-restarts=3",
+                "--monitor-interval=0.1", *launch, str(ROOT / "train.py"), *argv]
+        with said.open("w") as file:
+            self.process = subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
+
+    def ranks(self):
+        """The processes that it started, by their rank in it."""
+        out = {}
+        for task in pathlib.Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in map(int, task.read_text().split()):
+                env = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                out |= {int(v[11:]): pid for v in env if v.startswith(b"LOCAL_RANK=")}
+        return out
+
+    def kill(self):
+        """The agent and its ranks, at once."""
+        for pid in (self.process.pid, *self.ranks().values()):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def text(self):
+        return self.said.read_text()
+
+
+def wait_for(words, *agents, seconds=90):
+    """Until any of them has said it."""
+    until = time.time() + seconds
+    while not any(words in agent.text() for agent in agents):
+        assert time.time() < until and any(a.process.poll() is None for a in agents), \
+            [a.text() for a in agents]
+        time.sleep(0.02)
+
+
+def check_end(agent, run, alone, seconds=90):
+    """It ends well, says once what happened, and every number is that of the run left alone."""
+    assert agent.process.wait(seconds) == 0, agent.text()
+    said = agent.text()
+    assert "restarted by torchrun, attempt 1" in said and "first step after " in said, said
+    assert said.count("resumed ") == said.count("restarted by torchrun") == 1, said
+    assert numbers(run) == alone
+    folders = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert folders == [f"step_{step:09d}" for step in (10, 11, 12)]
+
+
+def test_torchrun_restarts_after_a_rank_is_killed(text, alone, tmp_path):
+    """The new ranks meet each other, not the addresses that the old ones left in the store."""
+    run = tmp_path / "run"
+    argv = [*test_train.SMALL, *STEPS, f"data.path={text}", f"run.dir={run}"]
+    agent = Agent(tmp_path / "said.txt", argv, "--standalone", "--nproc-per-node=2")
+    try:
+        wait_for("step  3/12", agent)
+        os.kill(agent.ranks()[1], signal.SIGKILL)
+        check_end(agent, run, alone)
+        assert agent.text().count("train.py: a rank it waited for is gone: ") <= 1
+    finally:
+        if agent.process.poll() is None:
+            agent.kill()
+
+
+def test_a_run_goes_on_with_fewer_hosts(text, alone, tmp_path):
+    """Two agents of one rank each; one is killed with its rank. One rank does what two did."""
+    run = tmp_path / "run"
+    argv = [*test_train.SMALL, *STEPS, f"data.path={text}", f"run.dir={run}"]
+    port = free_port()
+    launch = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=one",
+              f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=3,"
+              "keep_alive_interval=1,keep_alive_max_attempt=2"]
+    agents = [Agent(tmp_path / "0.txt", argv, *launch)]
+    try:
+        wait_for_port(port)  # the first keeps the store, which has to outlive the other
+        agents.append(Agent(tmp_path / "1.txt", argv, *launch))
+        wait_for("dp 2 x fsdp 1", *agents)
+        wait_for("step  3/12", *agents)
+        agents[1].kill()
+        assert agents[0].process.wait(90) == 0, agents[0].text()
+        said = agents[0].text()
+        assert "dp 1 x fsdp 1" in said and "resumed " in said and "first step after" in said, said
+        assert numbers(run) == alone
+    finally:
+        for agent in agents:
+            if agent.process.poll() is None:
+                agent.kill()
+
+
+@pytest.mark.full
+def test_kills_at_random_moments():
+    """Half a minute to two; `python bench/kills.py --kills 200` is the whole of it."""
+    line = [sys.executable, ROOT / "bench/kills.py", "--kills", "6"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the end is bit-identical" in done.stdout, done.stdout
