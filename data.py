@@ -9,7 +9,9 @@ A token folder holds train-00000.tokens, train-00001.tokens, ..., val-00000.toke
        32  number of tokens                     128  the tokens, 2 or 4 bytes each; zeros up to 8 n
                                                 ...  where each document starts; names, a line each
 
-Integers are little-endian, of 8 bytes. A document lies in one shard and ends in the end-of-text
+Integers are little-endian, of 8 bytes. In version 2 a byte a token says where the loss counts, in
+train-00000.tokens.loss: the first 128 bytes as above, then 1 for a target that counts, 0 for one
+that does not, as those of a prompt. A document lies in one shard and ends in the end-of-text
 token; the shards of a split are one stream. Window w of length T is the T + 1 tokens from wT on, so
 every token but the first is a target exactly once. Two documents (| ends one) and T = 3:
 
@@ -47,7 +49,7 @@ import numpy as np
 HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("itemsize", "<u4"), ("vocab_size", "<u8"),
                  ("eot", "<u8"), ("n_tokens", "<u8"), ("n_docs", "<u8"), ("n_bytes", "<u8"),
                  ("names_bytes", "<u8"), ("tokenizer", "S64")])
-MAGIC, VERSION = b"minimesh", 1
+MAGIC, VERSION = b"minimesh", 1  # 2 with a .loss file: neither is taken without the other
 PIECE = 1 << 20  # text goes to the tokenizing processes in pieces of about this many bytes
 BLOCK = 4096  # samples are ordered in blocks of this many: weights are exact in steps of 1/BLOCK
 IGNORE = -100  # a target that does not count
@@ -66,12 +68,13 @@ def dtype_of(vocab_size):
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def shards(folder, split="*"):
-    return sorted(glob.glob(os.path.join(glob.escape(folder), f"{split}-[0-9]*.tokens")))
+def shards(folder, split="*", more=""):
+    return sorted(glob.glob(os.path.join(glob.escape(folder), f"{split}-[0-9]*.tokens{more}")))
 
 
 def open_shard(path):
-    """Its header, and mapped: data (the tokens), starts, names. ValueError if it is damaged."""
+    """Its header, and mapped: data (the tokens), counts (of each, 0 where it does not count as a
+    target), starts, names. ValueError if it is damaged."""
     head = np.fromfile(path, HEAD, 1).tolist()  # [] of a shorter file
     require(head and head[0][0] == MAGIC, f"{path}: not a token file, as data.py prepare makes it")
     h = SimpleNamespace(**dict(zip(HEAD.names, head[0])))
@@ -82,10 +85,19 @@ def open_shard(path):
     names = starts + 8 * h.n_docs
     says = "format version {}, {} bytes per token, {} bytes in all".format
     found = says(h.version, h.itemsize, len(raw))
-    right = says(VERSION, h.dtype.itemsize, names + h.names_bytes)
-    require(found == right, f"{path}: {found}; should be {right}: truncated? Prepare it again")
+    loss, masked = path + ".loss", os.path.exists(path + ".loss")
+    right = says(VERSION + masked, h.dtype.itemsize, names + h.names_bytes)
+    require(found == right, f"{path}: {found}; should be {right}, with{'out' * (not masked)} "
+            f"{loss}: truncated? Prepare it again")
     h.data = raw[HEAD.itemsize : starts].view(h.dtype)[: h.n_tokens]
     h.starts, h.names = raw[starts:names].view("<i8"), raw[names:]
+    h.counts = np.broadcast_to(np.uint8(1), h.n_tokens)
+    if masked:
+        size, right = os.path.getsize(loss), HEAD.itemsize + h.n_tokens
+        both = np.memmap(loss, np.uint8, "r").view(np.ndarray) if size else raw[:0]
+        head, h.counts = np.split(both, [HEAD.itemsize])
+        require(size == right and np.array_equal(head, raw[: HEAD.itemsize]),
+                f"{loss}: {size} bytes; should be {right}, beginning as {path}; prepare it again")
     return h
 
 
@@ -95,14 +107,21 @@ class ShardWriter:
     def __init__(self, folder, split, tok, shard_tokens=100_000_000):
         self.folder, self.split, self.tok, self.limit = folder, split, tok, shard_tokens
         self.dtype, self.file, self.count, self.total = dtype_of(tok.vocab_size), None, 0, 0
+        self.loss = None
 
-    def add(self, tokens, n_bytes, name):
-        """A document with its eot; with `name` None only a part, more of it follows."""
+    def add(self, tokens, n_bytes, name, counts=b""):
+        """A document with its eot; with `name` None only a part, more of it follows. `counts`: a
+        byte for each token, 1 where it counts in the loss, 0 where not; empty: all count."""
         if self.file is None:
             path = os.path.join(self.folder, f"{self.split}-{self.count:05d}.tokens")
             self.file, self.count = open(path, "wb"), self.count + 1
             self.file.seek(HEAD.itemsize)
             self.starts, self.names, self.n_tokens, self.n_bytes = [0], [], 0, 0
+        if counts and self.loss is None:
+            self.loss = open(self.file.name + ".loss", "wb")
+            self.loss.write(bytes(HEAD.itemsize) + b"\1" * self.n_tokens)
+        if self.loss is not None:
+            self.loss.write(counts or b"\1" * len(tokens))
         self.file.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.n_tokens += len(tokens)
         self.n_bytes, self.total = self.n_bytes + n_bytes, self.total + n_bytes
@@ -114,16 +133,19 @@ class ShardWriter:
 
     def close(self):
         if self.file is not None:
-            names, f, self.file = b"\n".join(self.names), self.file, None
-            head = (MAGIC, VERSION, self.dtype.itemsize, self.tok.vocab_size, self.tok.eot,
-                    self.n_tokens, len(self.names), self.n_bytes, len(names), self.tok.name)
-            with f:
+            names, f, loss = b"\n".join(self.names), self.file, self.loss
+            self.file = self.loss = None
+            head = (MAGIC, VERSION + (loss is not None), self.dtype.itemsize, self.tok.vocab_size,
+                    self.tok.eot, self.n_tokens, len(self.names), self.n_bytes, len(names),
+                    self.tok.name)
+            with f, loss or contextlib.nullcontext():
                 f.write(bytes(-self.n_tokens * self.dtype.itemsize % 8))
                 f.write(np.array(self.starts[:-1], "<i8").tobytes() + names)
-                f.seek(0)
-                f.write(np.array(head, HEAD).tobytes())
-                f.flush()
-                os.fsync(f.fileno())
+                for file in (f, loss) if loss else (f,):
+                    file.seek(0)
+                    file.write(np.array(head, HEAD).tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -143,7 +165,7 @@ def new_splits(folder, splits, tok, shard_tokens=100_000_000, force=False):
                     ShardWriter(temp, s, tok, shard_tokens))) for s in splits}
             if tok.file:  # goes with the tokens
                 shutil.copyfile(tok.file, os.path.join(temp, tok.name.split()[0]))
-            for old in (path for s in splits for path in shards(folder, s)):
+            for old in (path for s in splits for path in shards(folder, s, "*")):
                 os.remove(old)
             for new in sorted(os.listdir(temp), reverse=True):  # without shard 0 nothing is read
                 os.replace(os.path.join(temp, new), os.path.join(folder, new))
@@ -298,7 +320,7 @@ def _pieces(files):
 
 
 def _encode(tokenizer, split, val, piece):
-    """[(split, tokens, bytes, name, or None when the document goes on)] of a piece."""
+    """[(split, tokens, bytes, name or None as it goes on, what counts)]: a piece's documents."""
     tok, out, (file, line, raw, last) = load_tokenizer(tokenizer), [], piece
     jsonl, documents = file.endswith(JSONL), [(file, raw, last)]
     if jsonl:
@@ -306,20 +328,26 @@ def _encode(tokenizer, split, val, piece):
         documents = [(f"{file}:{k}", row, True) for k, row in rows if row.strip()]
     for name, row, ends in documents:
         try:
-            text = json.loads(row)["text"] if jsonl else row.decode("utf-8", "replace")
-            size = len(text.encode("utf-8", "surrogatepass") if jsonl else row)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{name}: not a JSON object with a string `text`") from None
-        ids = np.concatenate([tok.encode(text), np.array([tok.eot] * ends, np.uint32)])
+            keys = json.loads(row) if jsonl else {"text": row.decode("utf-8", "replace")}
+            texts = [keys[k] for k in (["text"] if "text" in keys else ["prompt", "completion"])]
+            size = len("".join(texts).encode("utf-8", "surrogatepass") if jsonl else row)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{name}: not a JSON object with a string `text`, or with strings "
+                             "`prompt` and `completion`") from None
+        parts = [*map(tok.encode, texts), np.array([tok.eot] * ends, np.uint32)]
+        ids, n = np.concatenate(parts), len(parts[0])  # of the prompt: its tokens when it is asked
+        counts = bytes(n) + b"\1" * (len(ids) - n) if len(texts) == 2 else b""
         hashed = int.from_bytes(hashlib.blake2b(os.fsencode(name)).digest()[:8], "big")
-        out.append(("val" if hashed < val * 2**64 else split, ids, size, name if ends else None))
+        to = "val" if hashed < val * 2**64 else split
+        out.append((to, ids, size, name if ends else None, counts))
     return out
 
 
 def prepare(inputs, out="tokens/text", tokenizer="byte", split="train", val=0.0,
             shard_tokens=100_000_000, procs=None, force=False, quiet=False):
-    """Text files, folders and globs -> token shards. A file is a document, or a line of a .jsonl;
-    a fraction `val` of them, by a hash of the name, goes to the split val. A shard ends with the
+    """Text files, folders and globs -> token shards. A file is a document, or a line of a .jsonl:
+    {"text": ...}, or {"prompt": ..., "completion": ...} of which only the completion is learnt; a
+    fraction `val` of them, by a hash of the name, goes to the split val. A shard ends with the
     document that fills it. The number of processors used does not change the result."""
     files, tok = find_text(inputs), load_tokenizer(tokenizer)
     procs = os.cpu_count() if procs is None else procs
@@ -372,6 +400,7 @@ class Tokens:
         self.first = [0, *itertools.accumulate(h.n_tokens for h in self.shards)]  # token of each
         self.n_tokens, self.n_docs = self.first[-1], sum(h.n_docs for h in self.shards)
         self.n_bytes = sum(h.n_bytes for h in self.shards)
+        self.masked = any(h.version > VERSION for h in self.shards)  # not all tokens are targets
 
     def windows(self, seq_len):
         """How many sequences there are; at least one, or ValueError."""
@@ -386,13 +415,13 @@ class Tokens:
         k = bisect.bisect(self.first, pos) - 1
         return k, pos - self.first[k]
 
-    def parts(self, start, n):
-        """The tokens [start, start + n): views of the shards that hold them, unchecked."""
+    def parts(self, start, n, of="data"):
+        """The tokens [start, start + n), or their `counts`: views of the shards, unchecked."""
         k, a = self._at(start)
-        out = [self.shards[k].data[a : a + n]]
+        out = [getattr(self.shards[k], of)[a : a + n]]
         while n := n - len(out[-1]):
             k += 1
-            out.append(self.shards[k].data[:n])
+            out.append(getattr(self.shards[k], of)[:n])
         return out
 
     def read(self, start, n):
@@ -422,6 +451,7 @@ class Tokens:
             ends = np.flatnonzero(h.data == self.eot) + 1
             require([0, *ends] == [*h.starts, h.n_tokens], f"{h.path}: its table of documents does "
                     f"not fit its end-of-text tokens {self.eot}; prepare it again")
+            require(h.counts.max(initial=0) < 2, f"{h.path}.loss: holds bytes other than 0 and 1")
 
 
 # ---- the order of samples -----------------------------------------------------------------------
@@ -497,7 +527,7 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
     `sample` are [b] arrays; the rows from `real` on are padding, of which nothing counts."""
     from torch import from_numpy
     real = len(window) if real is None else real
-    n, span, lo, n_valid = seq_len + 1, np.arange(seq_len), None, real * seq_len
+    n, span, lo = seq_len + 1, np.arange(seq_len), None
     places = [(sources[s], at) for s, at in zip(source.tolist(), (window * seq_len).tolist())]
     rows = np.concatenate([part for t, at in places for part in t.parts(at, n)]).reshape(-1, n)
     if rows.max() >= sources[0].vocab_size:
@@ -505,19 +535,21 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
             t.read(at, n)  # says where
     tokens, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
     targets[real:] = IGNORE
+    if any(t.masked for t in sources):
+        counts = [part for t, at in places for part in t.parts(at + 1, seq_len, "counts")]
+        targets[np.concatenate(counts).reshape(targets.shape) == 0] = IGNORE
     pos = np.empty_like(tokens)
     pos[:] = span
     if mask_documents:
         ends = tokens == sources[0].eot
         targets[ends] = IGNORE  # the eot itself is a target, what comes after it is not
-        n_valid -= int(ends[:real].sum())
         lo = np.zeros_like(tokens)
         lo[:, 1:] = np.maximum.accumulate(np.where(ends, span + 1, 0), axis=1)[:, :-1]
         pos, lo = pos - lo, lo.astype(np.int32) if lo.any() else None
     seen = None if lo is None else np.stack((lo.min(0), lo.max(0)))
     put = (lambda a: from_numpy(a).pin_memory()) if pin else from_numpy
     return Batch(put(tokens), put(targets), put(pos), None if lo is None else put(lo), seen,
-                 put(sample.astype(np.int64)), n_valid)
+                 put(sample.astype(np.int64)), int((targets != IGNORE).sum()))
 
 
 class Loader:
@@ -585,7 +617,7 @@ def peek(folder, split="train", at=0, check=False):
         t.check()
     print(f"{folder} {split}: {t.n_tokens} tokens ({t.dtype}), {t.n_docs} documents, "
           f"{t.n_bytes} bytes of text, {len(t.files)} shards, tokenizer {t.tokenizer_name}, "
-          f"vocabulary {t.vocab_size}, eot {t.eot}")
+          f"vocabulary {t.vocab_size}, eot {t.eot}" + ", not all count in the loss" * t.masked)
     where, ids = t.where(at), t.read(at, min(128, t.n_tokens - at))
     print(*where, ids[:16].tolist())
     if t.tokenizer_name != "synth":

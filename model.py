@@ -677,10 +677,9 @@ def print_table(cfg, seq_len):
     print(f"{flops:,.0f} FLOPs a token at length {seq_len}, forward and backward")
 
 
-def load_for_sampling(path, tokenizer=None):
-    """(model, blocks, tokenizer) of a run folder or checkpoint, float32, on the best device."""
+def find_checkpoint(path):
+    """The checkpoint that `path` is, or the newest complete one of a run folder. ValueError."""
     import checkpoint
-    import data
 
     path = pathlib.Path(path)
     if (path / "checkpoints").is_dir():
@@ -690,6 +689,15 @@ def load_for_sampling(path, tokenizer=None):
         if newest is None:
             raise ValueError(f"{path}: no complete checkpoint there")
         path = newest
+    return path
+
+
+def load_for_sampling(path, tokenizer=None):
+    """(model, blocks, tokenizer) of a run folder or checkpoint, float32, on the best device."""
+    import checkpoint
+    import data
+
+    path = find_checkpoint(path)
     meta = checkpoint.read_meta(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg = ModelConfig(**meta["config"]["model"])

@@ -57,7 +57,7 @@ TYPES = {  # of the keys whose default does not tell; the others keep the type o
                  "train.eval_sequences parallel.check_replicas_every speed.threads "
                  "checkpoint.every checkpoint.keep log.sample log.fingerprint_every",
     (float, NULL): "model.logit_softcap optim.grad_clip",
-    (str, NULL): "parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
+    (str, NULL): "init.from parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
     (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
     (int, list, NULL): "model.window",
     (int, str): "parallel.dp parallel.fsdp speed.recompute", (bool, str): "speed.compile",
@@ -274,6 +274,7 @@ class Run:
     bad: torch.Tensor  # 0-d: steps in a row without a finite gradient
     step: int = 0
     samples: int = 0  # since the run began: with the seed, the data position
+    origin: str = ""  # what a new run's weights were read from
 
 
 def open_data(config, mesh):
@@ -426,7 +427,8 @@ def rescale(run, found_inf):
 
 @torch.no_grad()
 def evaluate(run):
-    """(loss per token, bits per byte) on the held-out split, the same on every layout."""
+    """(loss per token that counts, bits per byte at the tokens a byte of the whole split) on the
+    held-out split, the same on every layout."""
     d, t, mesh = run.config["data"], run.config["train"], run.mesh
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     batches = data.eval_batches(run.val, d["seq_len"], t["eval_sequences"], t["microbatch"],
@@ -467,14 +469,8 @@ def resume(run):
         meta, error = checkpoint.read_meta(path), None
         check_same_model(path, meta["config"]["model"], run.config["model"])
         try:
-            checkpoint.load(path, model_py.pieces(run.blocks))
-        except (ValueError, OSError) as e:
-            error = e
-        try:
-            parallel.agree(mesh, error)
-        except RuntimeError as e:
-            if parallel.lost_peer(e):
-                raise
+            agreed(mesh, checkpoint.load, path, model_py.pieces(run.blocks))
+        except ValueError as e:
             error = e
             say(run, f"warning: passed over: {e}")
             continue
@@ -486,12 +482,56 @@ def resume(run):
     return False
 
 
-def check_same_model(path, theirs, ours):
+def agreed(mesh, fn, *args):
+    """fn(*args) on every rank. What cannot be read or does not fit on one is an error on all."""
+    out = error = None
+    try:
+        out = fn(*args)
+    except (ValueError, OSError) as e:
+        error = e
+    try:
+        parallel.agree(mesh, error)
+    except RuntimeError as e:
+        if parallel.lost_peer(e):
+            raise
+        raise ValueError(str(e)) from error
+    return out
+
+
+def begin(run):
+    """A run without a checkpoint: weights from init.from, if it names any. Rank 0 looks, all ranks
+    load. Moments, step and data position stay those of a new run."""
+    source, mesh = run.config["init"]["from"], run.mesh
+    if source is not None:
+        path = agreed(mesh, lambda: model_py.find_checkpoint(source) if mesh.rank == 0 else None)
+        path = parallel.tell(mesh, path)
+        run.origin = f"{path} (step {agreed(mesh, take_weights, run, path)})"
+        run.blocks.refresh()
+
+
+def take_weights(run, path):
+    """The parameters of a checkpoint of the same model and tokenizer; its step."""
+    meta, ours = checkpoint.read_meta(path), run.config["model"]
+    check_same_model(path, meta["config"]["model"], ours, "init.from, or these keys",
+                     ("dropout", "z_loss", "init_std", "depth_init"))
+    theirs, mine = (file.read_bytes() if file.is_file() else file  # another file may be the same
+                    for file in map(pathlib.Path, (meta["tokenizer"], run.tokenizer)))
+    check(theirs == mine, "init.from", str(path),
+          f"its tokenizer is {meta['tokenizer']}, that of the data {run.tokenizer}")
+    checkpoint.load(path, model_py.pieces(run.blocks, kinds=("param",)))
+    return meta["step"]
+
+
+def check_same_model(path, theirs, ours, remedy="run.dir", free=()):
+    """That the models agree in all but the keys `free` and the length of rotary positions."""
+    free = {*free, *(["max_len"] if ours["positions"] == "rotary" else [])}
+    theirs, ours = (m | {"d_head": m["d_head"] or m["d_model"] // m["n_head"]}
+                    for m in (theirs, ours))
     differ = [f"{k} (checkpoint {theirs.get(k)!r}, config {ours[k]!r})"
-              for k in ours if theirs.get(k) != ours[k] and k != "max_len"]
+              for k in ours if theirs.get(k) != ours[k] and k not in free]
     if differ:
         raise ValueError(f"{path} is of another model: model.{', model.'.join(differ)}; "
-                         f"choose another run.dir")
+                         f"choose another {remedy}")
 
 
 def restore(run, meta):
@@ -755,6 +795,8 @@ def introduce(run, sizes):
                  "layer's traffic crosses the network")
     say(run, f"data    {tokens:,} tokens ({run.tokenizer}); {batch} x {seq_len} = "
              f"{batch * seq_len:,} a step, {steps * batch * seq_len / tokens:.2f} epochs in all")
+    if run.origin:
+        say(run, f"weights from {run.origin}")
     say(run, f"run     {c['run']['dir']}")
 
 
@@ -797,7 +839,7 @@ def main(argv):
     run = build(config, parallel.build_mesh(sizes, device, config["parallel"]["timeout"]))
     if n := parallel.restarts():
         say(run, f"restarted by torchrun, attempt {n}")
-    resumed = resume(run)
+    resumed = resume(run) or begin(run)
     introduce(run, sizes)
     if resumed and run.step >= config["train"]["steps"]:
         say(run, f"already at step {run.step} of train.steps = {config['train']['steps']}: "
