@@ -34,6 +34,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from typing import NamedTuple
@@ -189,31 +190,115 @@ def read_safetensors(path):
 
 
 # ---- Save -----------------------------------------------------------------------------------
-def save(root, step, pieces, meta, rank, world, agree):
-    """Write a checkpoint of `pieces`, this rank's share of all tensors, and `meta`, a dict that
-    JSON can hold. Every rank calls this. `agree(error)` is a barrier of all ranks that raises on
-    each of them if any error was not None. Returns the folder."""
-    folder, lead = pathlib.Path(root) / f"step_{step:09d}", rank == 0
-    with together(agree):
+class Save:
+    """One rank's part in a save of `pieces`, its share of all tensors, and `meta`, a dict that JSON
+    can hold. Every rank writes; when all have, rank 0 commits; if one could not, it drops."""
+
+    def __init__(self, root, step, pieces, meta, rank, world, keep=None, every=None):
         if json.loads(json.dumps(meta, allow_nan=False)) != meta:
             raise ValueError("meta must survive JSON: no tuples, only strings as keys")
-        if lead:
-            folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder.parent)
-            tidy(folder)
+        self.root, self.step, self.pieces, self.meta = root, step, pieces, meta
+        self.rank, self.world, self.kept = rank, world, (keep, every)
+        self.folder = pathlib.Path(root) / f"step_{step:09d}"
+
+    def write(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(self.folder.parent)
+        sync_folder(self.folder)  # the index that is seen must be the one that stays
+        turn = ".1" if "rank_00000.safetensors" in named(self.folder) else ""  # names take turns
+        self.files = [f"rank_{r:05d}{turn}.safetensors" for r in range(self.world)]
+        mine = self.folder / self.files[self.rank]
+        mine.unlink(missing_ok=True)  # left by a save that was interrupted
+        write_rank(mine, self.step, self.pieces)
+
+    def commit(self):
+        if self.rank == 0:
+            commit(self.folder, self.step, self.meta, self.files)
+            prune(self.root, *self.kept)
+
+    def drop(self):
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                tidy(self.folder)
+
+
+def save(root, step, pieces, meta, rank, world, agree, keep=None, every=None):
+    """Write a checkpoint; with `keep`, prune. Every rank calls this. `agree(error)` is a barrier of
+    all ranks that raises on each of them if any error was not None. Returns the folder."""
+    with together(agree):
+        this = Save(root, step, pieces, meta, rank, world, keep, every)
     try:
-        with together(agree):  # two sets of names take turns
-            turn = ".1" if "rank_00000.safetensors" in named(folder) else ""
-            files = [f"rank_{r:05d}{turn}.safetensors" for r in range(world)]
-            write_rank(folder / files[rank], step, pieces)
-        with together(agree):
-            if lead:
-                commit(folder, step, meta, files)
+        for part in (this.write, this.commit):
+            with together(agree):
+                part()
     except BaseException:
-        if lead:
-            tidy(folder)
+        this.drop()
         raise
-    return folder
+    return this.folder
+
+
+class Saver:
+    """Saves by a thread while training goes on, one at a time, from a copy of the pieces. No thread
+    calls a collective: the caller sums `counts` over all ranks when it sums something anyway, and
+    tells the sums to `settle` on every rank. A part that all have ended is followed by the next.
+    Counts only grow: sums that are out of date are too small and change nothing."""
+
+    def __init__(self, world):
+        self.world, self.memory = world, torch.empty(0, dtype=torch.uint8)
+        self.save, self.done = None, None  # under way; the step of the last that was completed
+        self.counts = 0, 0  # parts that ended on this rank since the run began; that failed
+        self.begun, self.failures = 0, 0  # on every rank; of all ranks
+
+    def stage(self, pieces):
+        """`pieces` with their data in host memory that is kept from one save to the next."""
+        starts = [0, *itertools.accumulate(-(-p.data.nbytes // 64) * 64 for p in pieces)]
+        on_gpu = any(p.data.is_cuda for p in pieces)
+        if self.memory.nbytes < starts[-1]:
+            self.memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        out = [p._replace(data=self.memory[at : at + p.data.nbytes].view(p.data.dtype))
+               for p, at in zip(pieces, starts)]
+        for host, p in zip(out, pieces):
+            host.data.copy_(p.data.detach(), non_blocking=True)
+        self.copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        return out
+
+    def start(self, save):
+        """Begin a Save of staged pieces."""
+        self.save, self.left = save, [save.write, save.commit]
+        self.begin()
+
+    def begin(self):
+        def body(part):
+            if sys.platform == "linux":
+                os.nice(10)  # of this thread: training comes first
+            self.error = None
+            try:
+                if self.copied:
+                    self.copied.synchronize()
+                part()
+            except BaseException as e:
+                self.error = e
+            ended, failed = self.counts
+            self.counts = ended + 1, failed + (self.error is not None)
+
+        self.begun += 1  # a daemon: a run that fails does not wait for it
+        self.thread = threading.Thread(target=body, args=[self.left.pop(0)], daemon=True)
+        self.thread.start()
+
+    def settle(self, ended, failed, agree):
+        """Told the sums of `counts`: go on if all ranks have ended the part under way. If it failed
+        on any, the save is dropped and `agree` raises its error on all."""
+        if self.save is None or ended < self.begun * self.world:
+            return
+        save = self.save
+        if failed > self.failures:
+            self.failures, self.save = failed, None
+            save.drop()
+            agree(self.error)
+        elif self.left:
+            self.begin()
+        else:
+            self.save, self.done = None, save.step
 
 
 @contextlib.contextmanager
@@ -275,6 +360,7 @@ def commit(folder, step, meta, files):
              "files": {name: os.path.getsize(folder / name) for name in files},
              "box": ["file", "offset", "shape", "start", "bytes", "crc32"], "tensors": tensors}
     new = folder / f"{INDEX}.tmp"
+    new.unlink(missing_ok=True)
     write_file(new, json.dumps(index, separators=(",", ":")).encode())
     os.replace(new, folder / INDEX)
     tidy(folder)

@@ -55,7 +55,8 @@ NULL = type(None)
 TYPES = {  # of the keys whose default does not tell; the others keep the type of their default
     (int, NULL): "model.d_head model.vocab_size model.max_len train.eval_every "
                  "train.eval_sequences parallel.check_replicas_every speed.threads "
-                 "checkpoint.every checkpoint.keep log.sample log.fingerprint_every",
+                 "checkpoint.every checkpoint.keep checkpoint.keep_every log.sample "
+                 "log.fingerprint_every",
     (float, NULL): "model.logit_softcap optim.grad_clip",
     (str, NULL): "init.from parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
     (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
@@ -145,8 +146,8 @@ def check_config(config, world):
         ("parallel.pp parallel.cp parallel.tp parallel.chunks parallel.check_replicas_every "
          "parallel.timeout train.steps train.global_batch train.microbatch train.eval_every "
          "train.eval_sequences train.max_bad_steps data.seq_len speed.loss_chunk speed.pad_vocab "
-         "speed.threads checkpoint.every checkpoint.keep log.every log.fingerprint_every",
-         lambda n: n >= 1, "must be at least 1"),
+         "speed.threads checkpoint.every checkpoint.keep checkpoint.keep_every log.every "
+         "log.fingerprint_every", lambda n: n >= 1, "must be at least 1"),
         ("parallel.prefetch optim.warmup", lambda n: n >= 0, "must be at least 0"),
         ("optim.decay", lambda x: 0 <= x <= 1, "must be a fraction, 0 to 1"),
         ("optim.beta1 optim.beta2", lambda x: 0 <= x < 1, "must be in [0, 1)"),
@@ -272,6 +273,7 @@ class Run:
     drop_key: torch.Tensor  # 0-d: of the seed; dropout's masks follow from it and the step
     good: torch.Tensor  # 0-d: steps since the loss scale changed
     bad: torch.Tensor  # 0-d: steps in a row without a finite gradient
+    saver: checkpoint.Saver
     step: int = 0
     samples: int = 0  # since the run began: with the seed, the data position
     origin: str = ""  # what a new run's weights were read from
@@ -327,7 +329,7 @@ def build(config, mesh):
     return Run(config, mesh, model, blocks, fns, keep, loader, val,
                sources[0].tokenizer_path, scale,
                scalar(parallel.key64("dropout", t["seed"]), torch.int64),
-               scalar(0, torch.int64), scalar(0, torch.int64))
+               scalar(0, torch.int64), scalar(0, torch.int64), checkpoint.Saver(mesh.world))
 
 
 def resolve_model(config, tokens):
@@ -351,13 +353,14 @@ def to_device(run, batch, scale=None, drop_key=None):
 
 def next_batch(run, stop):
     """The next step's microbatches, and on its way through the control group, of the global batch
-    (each data rank counted once): the number of target tokens, whether any rank wants to stop, and
-    the pairs of a query and a key that it sees."""
+    (each data rank counted once): the number of target tokens, whether any rank wants to stop, the
+    pairs of a query and a key that it sees, and how far the saves of all ranks are."""
     samples, batches = run.loader.next()
     mine = run.mesh.coord["pp"] == run.mesh.coord["cp"] == run.mesh.coord["tp"] == 0
     count = sum(b.n_valid for b in batches) if mine else 0
     pairs = sum(model_py.keys_seen(run.model.cfg, b.pos) for b in batches) if mine else 0
-    return samples, batches, parallel.Pending(run.mesh, count, int(stop), pairs)
+    return samples, batches, parallel.Pending(run.mesh, count, int(stop), pairs,
+                                              *run.saver.counts)
 
 
 def train_step(run, batches, count):
@@ -443,18 +446,47 @@ def evaluate(run):
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------
-def save(run):
-    """Write a checkpoint of the current step; each data rank writes its share of every tensor."""
-    mesh, keep = run.mesh, run.config["checkpoint"]["keep"]
+def save(run, beside=False):
+    """Write a checkpoint of the current step; each data rank writes its share of every tensor.
+    `beside`: return when that is copied, a thread writes it while training goes on."""
+    mesh, saver, c = run.mesh, run.saver, run.config["checkpoint"]
+    root = pathlib.Path(run.config["run"]["dir"]) / "checkpoints"
+    if saver.save:
+        clock, before = time.perf_counter(), saver.save.step
+        drain(run)
+        if (waited := time.perf_counter() - clock) >= 0.1:
+            say(run, f"checkpoint of step {run.step} waited {waited:.1f} s for that of {before}")
+    if saver.done == run.step:
+        return root
     meta = {"step": run.step, "samples": run.samples, "config": run.config,
             "tokenizer": run.tokenizer, "loss_scale": run.scale.item(), "good": run.good.item(),
             "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item()}
-    root = pathlib.Path(run.config["run"]["dir"]) / "checkpoints"
-    checkpoint.save(root, run.step, model_py.pieces(run.blocks, shared=True), meta, mesh.rank,
-                    mesh.world, functools.partial(parallel.agree, mesh))
-    if mesh.rank == 0:
-        checkpoint.prune(root, keep)
+    pieces, who = model_py.pieces(run.blocks, shared=True), (mesh.rank, mesh.world)
+    kept = c["keep"], c["keep_every"]
+    if beside:
+        saver.start(checkpoint.Save(root, run.step, saver.stage(pieces), meta, *who, *kept))
+    else:
+        checkpoint.save(root, run.step, pieces, meta, *who,
+                        functools.partial(parallel.agree, mesh), *kept)
     return root
+
+
+def settle(run, counts):
+    """Go on with the save under way. One that failed on any rank is given up on all."""
+    step = run.saver.save and run.saver.save.step
+    try:
+        run.saver.settle(*counts, functools.partial(parallel.agree, run.mesh))
+    except RuntimeError as e:
+        if parallel.lost_peer(e):
+            raise
+        say(run, f"warning: no checkpoint of step {step}, training goes on: {e}")
+
+
+def drain(run):
+    """Wait for the save under way on all ranks: now and then they see whether all are there."""
+    while run.saver.save:
+        run.saver.thread.join(0.05)
+        settle(run, parallel.Pending(run.mesh, *run.saver.counts).wait())
 
 
 def resume(run):
@@ -700,14 +732,16 @@ class Log:
 # ---- Loop -----------------------------------------------------------------------------------
 def train(run, log, stop):
     """Steps until train.steps, or until any rank is asked to stop. Returns True if stopped."""
-    t, every = run.config["train"], run.config["checkpoint"]["every"]
-    profile = profiler(run)
+    t, c, profile = run.config["train"], run.config["checkpoint"], profiler(run)
+    if c["every"] and c["async"]:  # the memory that a save needs, before the first step
+        run.saver.stage(model_py.pieces(run.blocks, shared=True))
     run.loader.start(run.samples)
     ahead = next_batch(run, bool(stop))
     while run.step < t["steps"]:
         samples, batches, pending = ahead
         assert samples == run.samples, (samples, run.samples)
-        count, wanted, pairs = pending.wait()
+        count, wanted, pairs, *counts = pending.wait()
+        settle(run, counts)
         if wanted:
             return True
         if run.step + 1 < t["steps"]:
@@ -726,9 +760,9 @@ def train(run, log, stop):
             report(run, log)
         if (n := run.config["log"]["fingerprint_every"]) and run.step % n == 0:
             log.fingerprint()
-        if every and run.step % every == 0 and not last:
+        if c["every"] and run.step % c["every"] == 0 and not last:
             log.flush()  # what resumes from here does not write this step's record again
-            save(run)
+            save(run, beside=c["async"])
         if (n := run.config["parallel"]["check_replicas_every"]) and run.step % n == 0:
             parallel.check_replicas(run.blocks)
         log.before += time.perf_counter() - aside  # no part of the next step

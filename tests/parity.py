@@ -170,7 +170,7 @@ def go(run, steps, after=None):
     run.mesh.ledger.clear()
     for _ in range(steps):
         _, batches, pending = train.next_batch(run, False)
-        count, _, pairs = pending.wait()
+        count, _, pairs, *_ = pending.wait()
         loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
         assert not skipped
         out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
