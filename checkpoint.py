@@ -18,7 +18,11 @@ disk and their boxes were seen to cover every tensor once; it appears by one ren
 store: one put). A step that is saved again gets files of other names (rank_00000.1.safetensors):
 a crash leaves the old index and its files or the new ones. What it does not name is removed later.
 
-    python checkpoint.py ls DIR | verify CHECKPOINT | show CHECKPOINT [NAME]
+A Hugging Face folder is the same writer with one box a tensor: what differs is names, layout and
+the words of the config, and stands in two tables.
+
+    python checkpoint.py ls DIR | verify CHECKPOINT | show CHECKPOINT [NAME] | diff A B
+    python checkpoint.py merge CHECKPOINT OUT | export CHECKPOINT OUT | import HF_FOLDER OUT
     python checkpoint.py        saves a small tensor in 3 slices and loads it in 2
 """
 
@@ -140,12 +144,14 @@ def write_file(path, head, tensors=()):
         f.write(head)
         for tensor in tensors:
             f.write(raw(tensor))
+            del tensor  # before the next is made
         f.flush()
         os.fsync(f.fileno())
     sync_folder(pathlib.Path(path).parent)
 
 
-def write_safetensors(path, tensors, metadata):
+def write_safetensors(path, tensors, metadata, make=None):
+    """`make(name)` gives a tensor when its turn comes; then `tensors` tells only its shape."""
     header, at = {"__metadata__": metadata}, 0
     order = sorted(tensors, key=lambda k: -tensors[k].element_size())  # aligned without gaps
     for name in order:
@@ -154,7 +160,7 @@ def write_safetensors(path, tensors, metadata):
         header[name] = {"dtype": CODES[t.dtype], "shape": [*t.shape], "data_offsets": [begin, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    write_file(path, len(text).to_bytes(8, "little") + text, (tensors[name] for name in order))
+    write_file(path, len(text).to_bytes(8, "little") + text, map(make or tensors.get, order))
 
 
 def read_header(path):
@@ -328,7 +334,8 @@ def tidy(folder):
             path.unlink()
 
 
-def write_rank(path, step, pieces):
+def write_rank(path, step, pieces, make=None):
+    """`make(name)`, called twice, gives the tensor of which a piece is the outline."""
     tensors, about = {}, {}
     for piece in pieces:
         for box, view in logical(piece):
@@ -336,9 +343,11 @@ def write_rank(path, step, pieces):
             if key in tensors:
                 raise ValueError(f"{key} is given twice")
             tensors[key] = view
-            about[key] = [piece.name, list(piece.full_shape), box.offset, zlib.crc32(raw(view))]
+            crc = zlib.crc32(raw(make(piece.name) if make else view))
+            about[key] = [piece.name, list(piece.full_shape), box.offset, crc]
     write_safetensors(path, tensors, {"format": f"minimesh {VERSION}", "step": str(step),
-                                      "boxes": json.dumps(about)})
+                                      "boxes": json.dumps(about)},
+                      make and (lambda key: make(about[key][0])))
 
 
 def commit(folder, step, meta, files):
@@ -424,10 +433,15 @@ def latest(root, warn):
         raise ValueError(f"{root}: no good checkpoint left, move it to start afresh: {lost[0]}")
 
 
-def load(path, pieces, verify=True):
+def open_boxes(path):
+    """What several calls of `load` share: the index, files mapped once, boxes found good."""
+    return read_index(path), functools.cache(read_safetensors), set()
+
+
+def load(path, pieces, verify=True, opened=None):
     """Fill the data of `pieces` from a checkpoint of any layout; padding is left as it is. With
     verify=False a box that is needed in part is not checked, so that only that part is read."""
-    index, path = read_index(path), pathlib.Path(path)
+    path, (index, read, good) = pathlib.Path(path), opened or open_boxes(path)
     tensors, files = index["tensors"], [path / name for name in index["files"]]
     wanted = {p.name: list(p.full_shape) for p in pieces if 0 not in p.full_shape}
     if missing := [name for name in wanted if name not in tensors]:
@@ -437,7 +451,6 @@ def load(path, pieces, verify=True):
         if tensors[name]["shape"] != shape:
             raise ValueError(f"{path}: {name} is {tensors[name]['shape']}, but {shape} is wanted")
         check_cover(name, tensors[name], path / INDEX)
-    read, good = functools.cache(read_safetensors), set()  # map a file, check a box only once
     for piece in pieces:
         for want, view in logical(piece):
             for file, offset, shape, _, _, crc in tensors[piece.name]["boxes"]:
@@ -476,14 +489,341 @@ def prune(root, keep, every=None):
     return gone
 
 
+# ---- Whole tensors, one at a time -----------------------------------------------------------
+def whole(name, shape, data):  # the piece of who holds all of a tensor
+    return Piece(name, data, 0, tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def outlines(tensors):
+    """A piece that holds no data for each tensor of an index."""
+    return [whole(name, t["shape"], torch.empty(math.prod(t["shape"]), dtype=DTYPES[t["dtype"]],
+                                                device="meta")) for name, t in tensors.items()]
+
+
+def whole_tensors(path):
+    """(index, read) of a checkpoint of any layout. read(name) makes the tensor in one piece;
+    read(name, out) fills `out`, flat and of any dtype."""
+    opened = open_boxes(path)
+
+    def read(name, out=None):
+        shape, dtype = opened[0]["tensors"][name]["shape"], opened[0]["tensors"][name]["dtype"]
+        out = torch.empty(math.prod(shape), dtype=DTYPES[dtype]) if out is None else out
+        load(path, [whole(name, shape, out)], opened=opened)
+        return out.view(shape)
+
+    return opened[0], read
+
+
+@contextlib.contextmanager
+def appear(out):
+    """A new folder, which stands at `out` when the block has ended well, and nowhere before."""
+    if out.exists():
+        raise ValueError(f"{out} exists already")
+    new = out.with_name(f"{out.name}.tmp")
+    new.mkdir()
+    try:
+        yield new
+        new.rename(out)
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def write_whole(out, step, meta, tensors, make):
+    """A checkpoint of one file with one box a tensor. `tensors` is as in an index, of which only
+    shape and dtype count; make(name) gives a tensor when its turn comes."""
+    with appear(out) as new:
+        write_rank(new / "rank_00000.safetensors", step, outlines(tensors), make)
+        commit(new, step, meta, ["rank_00000.safetensors"])
+
+
+def merge(path, out):
+    """Rewrite a checkpoint of any layout as one file with one box a tensor."""
+    index, read = whole_tensors(path)
+    write_whole(out, index["step"], index["meta"], index["tensors"], read)
+
+
+# ---- What differs ---------------------------------------------------------------------------
+def difference(x, y):
+    """Of two tensors of one shape, NaN being equal to NaN: None, or (the largest absolute
+    difference, the index of the first)."""
+    first, most, n = None, torch.zeros((), dtype=torch.float64), 1 << 20
+    for i, (a, b) in enumerate(zip(x.view(-1).split(n), y.view(-1).split(n))):
+        odd = (a != b) & ((a == a) | (b == b))
+        if odd.any():
+            most = torch.maximum(most, (a[odd].double() - b[odd].double()).abs().max())
+            first = i * n + odd.int().argmax().item() if first is None else first
+    return None if first is None else (most.item(), boxes(first, first + 1, x.shape)[0][1].offset)
+
+
+def diff(a, b):
+    """Compare two checkpoints of any layouts tensor by tensor, in the order of the first. Prints
+    what differs, returns whether anything does."""
+    (ours, read_a), (theirs, read_b) = whole_tensors(a), whole_tensors(b)
+    ours, theirs, odd = ours["tensors"], theirs["tensors"], []
+    for name in ours | theirs:
+        x, y = (f"{t[name]['dtype']} {t[name]['shape']}" if name in t else "absent"
+                for t in (ours, theirs))
+        line = "" if x == y else f"{x} and {y}  "
+        if name in ours and name in theirs and ours[name]["shape"] == theirs[name]["shape"]:
+            if found := difference(read_a(name), read_b(name)):
+                line += f"up to {found[0]:.3g}, first at {[*found[1]]}"
+        if line:
+            odd.append(name)
+            print(f"{name:<44} {line}")
+    print(f"{len(odd)} of {len(ours | theirs)} tensors differ", *odd[:1], sep=", first ")
+    return bool(odd)
+
+
+def diff_metrics(a, b):
+    """Print the first step and tensor at which the fingerprints of two metrics.jsonl part; returns
+    whether they do. Of a step that was repeated the last counts."""
+    lines = ([json.loads(line) for line in path.read_text().splitlines()] for path in (a, b))
+    ours, theirs = ({e["step"]: e["fingerprints"] for e in run if "fingerprints" in e}
+                    for run in lines)
+    if not (steps := sorted(ours.keys() & theirs.keys())):
+        raise ValueError(f"{a} and {b} have fingerprints of no common step")
+    for step in steps:
+        x, y = ours[step], theirs[step]
+        if odd := [name for name in x | y if x.get(name) != y.get(name)]:
+            print(f"step {step}: {len(odd)} of {len(x | y)} tensors differ, first {odd[0]}")
+            return True
+    print(f"equal at {len(steps)} common steps, {steps[0]} to {steps[-1]}")
+    return False
+
+
+# ---- Hugging Face ---------------------------------------------------------------------------
+# Their name, ours, our shape: V vocab_size, P max_len, D d_model, F d_ff, Q and K n_head and
+# n_kv_head times d_head, H d_head; t: theirs is the transpose, b: a bias goes with the weight.
+# Rows of one name of theirs are its parts, in order. lm_head is there if not tied.
+TENSORS = {"gpt2": """
+    transformer.wte                          embed.tokens          VD
+    transformer.wpe                          embed.positions       PD
+    transformer.h.*.ln_1                     layers.*.attn_norm    Db
+    transformer.h.*.attn.c_attn              layers.*.attn.q       QDtb
+    transformer.h.*.attn.c_attn              layers.*.attn.k       KDtb
+    transformer.h.*.attn.c_attn              layers.*.attn.v       KDtb
+    transformer.h.*.attn.c_proj              layers.*.attn.o       DQtb
+    transformer.h.*.ln_2                     layers.*.mlp_norm     Db
+    transformer.h.*.mlp.c_fc                 layers.*.mlp.up       FDtb
+    transformer.h.*.mlp.c_proj               layers.*.mlp.down     DFtb
+    transformer.ln_f                         head.norm             Db
+    lm_head                                  head                  VD""", "llama": """
+    model.embed_tokens                       embed.tokens          VD
+    model.layers.*.input_layernorm           layers.*.attn_norm    D
+    model.layers.*.self_attn.q_proj          layers.*.attn.q       QD
+    model.layers.*.self_attn.k_proj          layers.*.attn.k       KD
+    model.layers.*.self_attn.v_proj          layers.*.attn.v       KD
+    model.layers.*.self_attn.o_proj          layers.*.attn.o       DQ
+    model.layers.*.post_attention_layernorm  layers.*.mlp_norm     D
+    model.layers.*.mlp.gate_proj             layers.*.mlp.gate     FD
+    model.layers.*.mlp.up_proj               layers.*.mlp.up       FD
+    model.layers.*.mlp.down_proj             layers.*.mlp.down     DF
+    model.norm                               head.norm             D
+    lm_head                                  head                  VD"""}
+TENSORS["qwen3"] = TENSORS["llama"] + """
+    model.layers.*.self_attn.q_norm          layers.*.attn.q_norm  H
+    model.layers.*.self_attn.k_norm          layers.*.attn.k_norm  H"""
+# Keys that translate, ours:theirs. Of each kind, what must be so in our section and in theirs.
+LLAMA = dict(pair.split(":") for pair in (
+    "n_layer:num_hidden_layers d_model:hidden_size n_head:num_attention_heads d_head:head_dim "
+    "n_kv_head:num_key_value_heads d_ff:intermediate_size vocab_size:vocab_size "
+    "max_len:max_position_embeddings norm_eps:rms_norm_eps tied:tie_word_embeddings").split())
+GPT2 = dict(pair.split(":") for pair in (
+    "n_layer:n_layer d_model:n_embd n_head:n_head d_ff:n_inner vocab_size:vocab_size "
+    "max_len:n_positions norm_eps:layer_norm_epsilon tied:tie_word_embeddings").split())
+ROPE = dict(pair.split(":") for pair in (
+    "factor:factor low_freq_factor:low_freq_factor high_freq_factor:high_freq_factor "
+    "original_max_len:original_max_position_embeddings").split())
+BASE = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": False,
+        "qk_norm": False, "window": None, "logit_softcap": None}
+KINDS = {
+    "gpt2": (GPT2, BASE | {"norm": "layernorm", "positions": "learned", "activation": "gelu",
+                           "bias": True},
+             {"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+              "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+              "add_cross_attention": False}),
+    "llama": (LLAMA, BASE, {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+                            "attention_bias": False, "mlp_bias": False}),
+    "qwen3": (LLAMA, BASE | {"qk_norm": True},
+              {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu",
+               "attention_bias": False, "use_sliding_window": False})}
+
+
+def check_fixed(where, kind, config, fixed):
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{where}{key} = {config[key]!r}: a {kind} of Hugging Face that can "
+                             f"be converted has {value!r}")
+
+
+def to_config(m):
+    """(kind, config.json) of our section `model`. In the words of transformers 4: 5 reads both."""
+    kind = "gpt2" if m["norm"] == "layernorm" else "qwen3" if m["qk_norm"] else "llama"
+    keys, ours, theirs = KINDS[kind]
+    width = m["d_model"] // m["n_head"]  # two of their classes insist on it
+    check_fixed("model.", kind, m, ours | {
+        "gpt2": {"n_kv_head": m["n_head"], "d_head": width, "d_model": m["n_head"] * width},
+        "llama": {"d_model": m["n_head"] * width}, "qwen3": {}}[kind])
+    config = {"model_type": kind, "bos_token_id": None, "eos_token_id": None} | theirs
+    config |= {their: m[our] for our, their in keys.items()}
+    if kind != "gpt2":
+        config |= {"rope_theta": m["rope_theta"], "rope_scaling": m["rope_scaling"] and {
+            "rope_type": "llama3", **{ROPE[key]: x for key, x in m["rope_scaling"].items()}}}
+    return kind, config
+
+
+def from_config(config):
+    """(kind, our section `model`) of a config.json of transformers 4 or 5."""
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(f"config.json: model_type = {kind!r}: known are {', '.join(KINDS)}")
+    keys, ours, theirs = KINDS[kind]
+    check_fixed("config.json: ", kind, config, theirs)
+    given = {our: config[their] for our, their in keys.items() if config.get(their) is not None}
+    width, heads = given.get("d_model", 0), given.get("n_head", 1)
+    m = {"d_ff": 4 * width, "d_head": width // heads, "n_kv_head": heads, "tied": kind == "gpt2"}
+    m |= given  # over their defaults
+    if lost := [their for our, their in keys.items() if our not in m]:
+        raise ValueError(f"config.json: no {', '.join(lost)}")
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta, types = rope.pop("rope_theta"), {rope.pop(key, None) for key in ("rope_type", "type")}
+    types -= {None, "default"}
+    if types - {"llama3"} or set(rope) != set(ROPE.values() if types else ()):
+        raise ValueError(f"config.json: rope {types or ''} {rope}: known is only llama3 with "
+                         f"{', '.join(ROPE.values())}")
+    scaling = {our: rope[their] for our, their in ROPE.items()} if rope else None
+    return kind, m | ours | {"rope_theta": float(theta), "rope_scaling": scaling, "dropout": 0.0,
+                             "z_loss": 0.0, "init_std": 0.02, "depth_init": True}
+
+
+def table(kind, m):
+    """{their name: (whether it is a transpose, {our name: our shape} of its parts)}, by layers."""
+    out, rows = {}, [line.split() for line in TENSORS[kind].strip().splitlines()]
+    size = {"V": m["vocab_size"], "P": m["max_len"], "D": m["d_model"], "F": m["d_ff"],
+            "Q": m["n_head"] * m["d_head"], "K": m["n_kv_head"] * m["d_head"], "H": m["d_head"]}
+    for i in map(str, range(m["n_layer"])):
+        for theirs, ours, code in rows:
+            if i != "0" and "*" not in theirs or theirs == "lm_head" and m["tied"]:
+                continue
+            shape = tuple(size[c] for c in code if c in size)
+            for leaf, of in (("weight", shape), ("bias", shape[:1]))[: 1 + ("b" in code)]:
+                name = f"{theirs}.{leaf}".replace("*", i)
+                parts = out.setdefault(name, ("t" in code, {}))[1]
+                parts[f"{ours}.{leaf}".replace("*", i)] = of
+    return out
+
+
+def stacked(parts):  # the shape of the parts one below the other
+    return sum(s[0] for s in parts.values()), *list(parts.values())[0][1:]
+
+
+def check_tensors(where, held, wanted):
+    """Of {name: shape}: what is there, what must be."""
+    wrong = [f"{name} is missing" for name in wanted if name not in held]
+    wrong += [f"{name} is unknown" for name in held if name not in wanted]
+    wrong += [f"{name} is {[*held[name]]} instead of {[*wanted[name]]}" for name in wanted
+              if name in held and [*held[name]] != [*wanted[name]]]
+    if wrong:
+        raise ValueError(f"{where}: {len(wrong)} tensors do not fit: {', '.join(wrong[:9])}")
+
+
+def export(path, out, dtype=None, limit=5 * 10**9):
+    """Write the parameters of a checkpoint as a Hugging Face folder, in files of at most `limit`
+    bytes or one tensor. dtype None: as they are stored. Returns what became of the tokenizer."""
+    index, read = whole_tensors(path)
+    if (model := index["meta"].get("config", {}).get("model")) is None:
+        raise ValueError(f"{path}: its meta has no config.model")
+    model = model | {"d_head": model["d_head"] or model["d_model"] // model["n_head"]}
+    kind, config = to_config(model)
+    rows = table(kind, model)
+    stored = {name[6:]: t for name, t in index["tensors"].items() if name[:6] == "param/"}
+    check_tensors(path, {name: t["shape"] for name, t in stored.items()},
+                  {name: shape for _, parts in rows.values() for name, shape in parts.items()})
+    dtype = dtype or DTYPES[stored["embed.tokens.weight"]["dtype"]]
+
+    def make(name, device=None):
+        transposed, parts = rows[name]
+        full = torch.empty(stacked(parts), dtype=dtype, device=device)
+        for part, view in zip(parts, full.split([s[0] for s in parts.values()])):
+            if device is None:
+                read(f"param/{part}", view.view(-1))
+        return full.t() if transposed else full
+
+    files, room = [], 0
+    for name in rows:
+        t = make(name, "meta")
+        if room < t.nbytes:
+            files, room = [*files, {}], limit
+        files[-1][name], room = t, room - t.nbytes
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    texts = {"config.json": config | {"torch_dtype": str(dtype)[6:]},
+             "model.safetensors.index.json": {
+                 "metadata": {"total_size": sum(t.nbytes for f in files for t in f.values())},
+                 "weight_map": {key: name for name, f in zip(names, files) for key in f}}}
+    if len(files) == 1:
+        names = ["model.safetensors"]
+        del texts["model.safetensors.index.json"]
+    with appear(out) as new:
+        for name, tensors in zip(names, files):
+            write_safetensors(new / name, tensors, {"format": "pt"}, make)
+        for name, text in texts.items():
+            write_file(new / name, json.dumps(text, indent=2).encode())
+        return copy_tokenizer(index["meta"].get("tokenizer"), new)
+
+
+def copy_tokenizer(name, out):
+    """The tokenizer.json that `name` is or has in it, and what lies beside it."""
+    source = pathlib.Path(str(name))
+    source = source / "tokenizer.json" if source.is_dir() else source
+    if source.suffix != ".json" or not source.is_file():
+        return f"no tokenizer: {name} is no tokenizer.json"
+    write_file(out / "tokenizer.json", source.read_bytes())
+    for beside in ("tokenizer_config.json", "special_tokens_map.json"):
+        if source.with_name(beside).is_file():
+            write_file(out / beside, source.with_name(beside).read_bytes())
+    return f"tokenizer: {source}"
+
+
+def import_folder(folder, out, tokenizer=None):
+    """Make a checkpoint, of parameters only, of a Hugging Face folder; dtypes as they are there."""
+    kind, model = from_config(json.loads((folder / "config.json").read_text()))
+    rows, held, files = table(kind, model), {}, ["model.safetensors"]
+    if not (folder / files[0]).exists():
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+    for file in files:
+        for name, t in read_safetensors(folder / file).items():
+            if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):  # as GPT-2 was published
+                name = f"transformer.{name}"
+            if not name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq")):  # constants
+                held[name] = t
+    shapes = {name: stacked(parts)[:: -1 if t else 1] for name, (t, parts) in rows.items()}
+    embed, head = next(iter(rows)), "lm_head.weight"
+    if model["tied"] and head in held:
+        shapes[head] = shapes[embed]
+    check_tensors(folder, {name: t.shape for name, t in held.items()}, shapes)
+    if model["tied"] and not torch.equal(held.get(head, held[embed]), held[embed]):
+        raise ValueError(f"{folder}: {head} differs from {embed}, but tie_word_embeddings is true")
+    views = {}
+    for name, (transposed, parts) in rows.items():
+        t = held[name].t() if transposed else held[name]
+        names = [f"param/{part}" for part in parts]
+        views |= zip(names, t.split([s[0] for s in parts.values()]))
+    if tokenizer is None and (folder / "tokenizer.json").is_file():
+        tokenizer = str((folder / "tokenizer.json").resolve())
+    meta = {"step": 0, "samples": 0, "config": {"model": model}, "tokenizer": tokenizer}
+    tensors = {name: {"shape": t.shape, "dtype": CODES[t.dtype]} for name, t in views.items()}
+    write_whole(out, 0, meta, tensors, views.get)
+
+
 # ---- From the shell -------------------------------------------------------------------------
 def verify(path):
-    index, wanted = read_index(path, whole=True), []
-    for name, t in index["tensors"].items():  # load everything to nowhere
-        shape, dtype = t["shape"], DTYPES[t["dtype"]]
-        data = torch.empty(math.prod(shape), dtype=dtype, device="meta")
-        wanted.append(Piece(name, data, 0, shape, [0] * len(shape), shape))
-    load(path, wanted)
+    index = read_index(path, whole=True)
+    wanted = outlines(index["tensors"])
+    load(path, wanted)  # everything, to nowhere
     print(f"{path}: {len(wanted)} tensors in {len(index['files'])} files are good")
 
 
@@ -530,16 +870,27 @@ def demo():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=["ls", "verify", "show"])
+    parser.add_argument("what", nargs="?", choices=["ls", "verify", "show", "diff", "merge",
+                                                    "export", "import"])
     parser.add_argument("path", nargs="?", type=pathlib.Path, default=".",
-                        help="ls: a run folder or the one with its checkpoints; else a checkpoint")
-    parser.add_argument("name", nargs="?", help="show: the tensor whose boxes to list")
+                        help="ls: a run folder or the one with its checkpoints; import: a Hugging "
+                        "Face folder; diff: a checkpoint or a metrics.jsonl; else a checkpoint")
+    parser.add_argument("name", nargs="?", help="show: the tensor whose boxes to list; diff: what "
+                        "to compare with; merge, export, import: the folder to make")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                        help="export: other than it is stored")
+    parser.add_argument("--tokenizer", help="import: a name or file, if not its tokenizer.json")
     args = parser.parse_args()
+    path, other = args.path, pathlib.Path(args.name or "")
+    if args.what in ("diff", "merge", "export", "import") and args.name is None:
+        parser.error(f"{args.what} needs two paths")
     try:
-        if args.what == "show":
-            show(args.path, args.name)
-        else:
-            {None: lambda path: demo(), "ls": ls, "verify": verify}[args.what](args.path)
+        if args.what == "diff":
+            sys.exit((diff_metrics if path.is_file() else diff)(path, other))
+        {None: demo, "ls": lambda: ls(path), "verify": lambda: verify(path),
+         "show": lambda: show(path, args.name), "merge": lambda: merge(path, other),
+         "export": lambda: print(export(path, other, args.dtype and getattr(torch, args.dtype))),
+         "import": lambda: import_folder(path, other, args.tokenizer)}[args.what]()
     except (ValueError, OSError) as e:
         print(f"checkpoint.py: {e}", file=sys.stderr)
         sys.exit(2)
