@@ -460,7 +460,8 @@ def save(run, beside=False):
         return root
     meta = {"step": run.step, "samples": run.samples, "config": run.config,
             "tokenizer": run.tokenizer, "loss_scale": run.scale.item(), "good": run.good.item(),
-            "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item()}
+            "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item(),
+            "threads": torch.get_num_threads()}
     pieces, who = model_py.pieces(run.blocks, shared=True), (mesh.rank, mesh.world)
     kept = c["keep"], c["keep_every"]
     if beside:
@@ -500,6 +501,7 @@ def resume(run):
     for path in parallel.tell(mesh, paths):
         meta, error = checkpoint.read_meta(path), None
         check_same_model(path, meta["config"]["model"], run.config["model"])
+        check_same_sums(path, meta, run.config["train"])
         try:
             agreed(mesh, checkpoint.load, path, model_py.pieces(run.blocks))
         except ValueError as e:
@@ -512,6 +514,15 @@ def resume(run):
     if error:
         raise ValueError(f"{root}: none there can be read, move it away to start afresh: {error}")
     return False
+
+
+def check_same_sums(path, meta, t):
+    """train.deterministic: the bits hang on the shape of a microbatch and the number of threads."""
+    for key, theirs, ours in (
+            ("train.microbatch", meta["config"]["train"]["microbatch"], t["microbatch"]),
+            ("speed.threads", meta.get("threads"), torch.get_num_threads())):
+        check(not t["deterministic"] or theirs == ours, key, ours,
+              f"train.deterministic goes on from {path} only with its {theirs}")
 
 
 def agreed(mesh, fn, *args):

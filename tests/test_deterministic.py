@@ -89,6 +89,12 @@ def test_resumed_on_other_ranks_no_bit_changes(alone, world, tokens, tmp_path):
         got = world(ranks).run(run_some, case, str(tokens), 1, str(tmp_path))[0]
         losses += got["loss"]
     assert losses == want["loss"] and got["prints"] == want["prints"]
+    with pytest.raises(ValueError, match="train.microbatch = 4.*only with its 2"):
+        run_some(BASE | {"train.microbatch": 4}, str(tokens), 1, str(tmp_path))
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="speed.threads = 2.*only with its 1"):
+        run_some(BASE, str(tokens), 1, str(tmp_path))
+    torch.set_num_threads(1)
 
 
 def test_without_it_bits_differ(world, tokens):
