@@ -558,7 +558,7 @@ def take_weights(run, path):
     check_same_model(path, meta["config"]["model"], ours, "init.from, or these keys",
                      ("dropout", "z_loss", "init_std", "depth_init"))
     theirs, mine = (file.read_bytes() if file.is_file() else file  # another file may be the same
-                    for file in map(pathlib.Path, (meta["tokenizer"], run.tokenizer)))
+                    for file in map(pathlib.Path, (str(meta["tokenizer"]), run.tokenizer)))
     check(theirs == mine, "init.from", str(path),
           f"its tokenizer is {meta['tokenizer']}, that of the data {run.tokenizer}")
     checkpoint.load(path, model_py.pieces(run.blocks, kinds=("param",)))

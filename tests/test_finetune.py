@@ -301,6 +301,7 @@ def retokenize(root, name):
     ({}, lambda root: (root / "checkpoints/step_000000003/rank_00000.safetensors").unlink(),
      ["rank_00000.safetensors is missing"]),
     ({}, lambda root: retokenize(root, "byte"), ["tokenizer is byte", "the data synth"]),
+    ({}, lambda root: retokenize(root, None), ["tokenizer is None", "the data synth"]),
 ])
 def test_weights_that_cannot_be_had_are_an_error(world, tokens, trained, tmp_path, case, change,
                                                  words):
