@@ -141,7 +141,7 @@ def test_a_slow_step_is_told_once(tokens, monkeypatch, capsys):
         clock[0] += {9: 30.0, 25: 4.9, 30: 5.5}.get(run.step, 0.5)
         return train.torch.tensor([1.0, 1.0, 0.0, 0.0])
 
-    def save(run):
+    def save(run, beside=False):
         clock[0] += 60
 
     with monkeypatch.context() as patch:
