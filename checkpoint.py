@@ -17,6 +17,7 @@ A checkpoint exists exactly if its index is complete. Rank 0 writes it last, whe
 disk and their boxes were seen to cover every tensor once; it appears by one rename (on an object
 store: one put). A step that is saved again gets files of other names (rank_00000.1.safetensors):
 a crash leaves the old index and its files or the new ones. What it does not name is removed later.
+Writing can be left to a thread, which has a copy of the tensors, while training goes on (Saver).
 
 A Hugging Face folder is the same writer with one box a tensor: what differs is names, layout and
 the words of the config, and stands in two tables.

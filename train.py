@@ -17,7 +17,8 @@ known before the first forward. Nothing is averaged over ranks or microbatches, 
 computes what one process computes.
 
 The same command again resumes from the newest checkpoint of run.dir. Ctrl-C (or SIGTERM) saves one
-at the end of the step. Nothing here reads a tensor on the host, except one step late for the log.
+at the end of the step; those of checkpoint.every are written by a thread while training goes on.
+Nothing here reads a tensor on the host, except one step late for the log and at a save.
 """
 
 import collections

@@ -103,6 +103,10 @@ def beside():
     return threading.current_thread() is not threading.main_thread()
 
 
+def by_the_loop(run, step, path):
+    assert not beside() and run.step == step
+
+
 def hold(run, step, path):
     """Write only when two more steps have been trained."""
     if beside():
@@ -133,7 +137,8 @@ def test_a_slow_save_holds_the_step_of_its_call(go, tmp_path, ranks, argv):
     """Bit for bit what a save leaves that nothing runs beside; a resumed run is the same run."""
     for code, _, places in go("beside", *argv, hook=hold, ranks=ranks):
         assert code == 0 and len(places) == 1  # the copies lie where they lay
-    assert {r[0] for r in go("alone", *argv, "checkpoint.async=false", ranks=ranks)} == {0}
+    results = go("alone", *argv, "checkpoint.async=false", hook=by_the_loop, ranks=ranks)
+    assert {code for code, _, _ in results} == {0}
     a, b = left(tmp_path / "beside"), left(tmp_path / "alone")
     assert list(a) == [2, 4, 6] and set(a[2]) == {"index.json", *checkpoint.read_index(
         tmp_path / "beside/checkpoints/step_000000002")["files"]} and len(a[2]) == ranks + 1

@@ -125,7 +125,7 @@ def test_what_a_step_sees_is_counted(tokens):
         for b in batches:
             for row in b.lo.tolist():
                 want += sum(j > i - window for i, lo in enumerate(row) for j in range(lo, i + 1))
-    count, stop, pairs = pending.wait()
+    count, stop, pairs, *_ = pending.wait()
     assert (count, stop, pairs) == (sum(b.n_valid for b in batches), 0, want)
 
 
