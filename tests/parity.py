@@ -108,14 +108,19 @@ RULES = {  # (number since the run began, number in the batch, position) -> igno
 
 
 def logical(blocks, buffers):
-    """name -> the logical tensor (padding removed), from all ranks' flat shards and tp parts."""
+    """name -> the logical tensor (padding removed), from all ranks' flat shards and tp parts: one
+    collective for each, as those of many ranks on two cores take long."""
     out, mesh = {}, dataclasses.replace(blocks.mesh, ledger={})
     if blocks.zero:
-        buffers = [parallel.all_gather(mesh, b, "shard") for b in buffers]
-    for p in blocks.params:
-        x = blocks.view(buffers, p)
-        if p.cut is not None:
-            x = parallel.all_gather(mesh, x.transpose(0, p.cut), "tp").transpose(0, p.cut)
+        sizes = [len(b) for b in buffers]
+        ranks = parallel.all_gather(mesh, torch.cat(buffers), "shard").view(-1, sum(sizes))
+        buffers = [part.flatten() for part in ranks.split(sizes, 1)]
+    parts = [blocks.view(buffers, p) for p in blocks.params]
+    sizes = [x.numel() for x in parts]
+    ranks = parallel.all_gather(mesh, torch.cat([x.flatten() for x in parts]), "tp")
+    for p, x in zip(blocks.params, ranks.view(-1, sum(sizes)).split(sizes, 1)):
+        x = x[0].view(p.shape) if p.cut is None else torch.cat(
+            [part.view(p.shape) for part in x], p.cut)
         out[p.name] = x[tuple(slice(0, n) for n in p.full_shape)].clone()
     if mesh.size["pp"] > 1:
         stages = [None] * mesh.size["pp"]

@@ -352,7 +352,8 @@ def same_tensors(run_a, run_b):
 
 @pytest.mark.parametrize("split, words", [
     ([], "dp 2 x fsdp 1 = 2 data ranks"),
-    (["parallel.dp=1", "parallel.cp=2"], "the most loaded of 2 cp ranks had 1.000 of the mean")])
+    (["parallel.dp=1", "parallel.cp=2"], "the most loaded of 2 cp ranks had 1.000 of the mean"),
+    (["parallel.dp=1", "parallel.pp=2"], "stages  2 x 1, 1f1b: layers 1 + 1")])
 def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_path):
     """torchrun on 2 ranks, then resumed on 1: the losses of one process to float32 rounding."""
     done = shell(text, tmp_path / "two", "checkpoint.every=3", *split, ranks=2)
