@@ -67,7 +67,7 @@ def emulated(x):
 # multiplies has 64 bits.
 
 AUTO = {  # what `auto` gives to Triton. A CPU has none; inside of a compiled layer torch joins
-    # memory-bound operations to their neighbours by itself. To be measured: python bench/ops.py
+    # memory-bound operations to their neighbours by itself. Not measured yet: python bench/gpu.py
     "cuda": ("rms_norm", "rotary", "swiglu", "cross_entropy", "attention"),
     "compiled cuda": ("cross_entropy", "attention"),
 }

@@ -123,10 +123,6 @@ def ranks_of_node():  # as started by torchrun
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
-def restarts():  # how often torchrun has started all ranks again
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if "RANK" in os.environ else 0
-
-
 def stop():
     """Leave the world."""
     if dist.is_initialized():

@@ -883,8 +883,6 @@ def main(argv):
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
     run = build(config, parallel.build_mesh(sizes, device, config["parallel"]["timeout"]))
-    if n := parallel.restarts():
-        say(run, f"restarted by torchrun, attempt {n}")
     resumed = resume(run) or begin(run)
     introduce(run, sizes)
     if resumed and run.step >= config["train"]["steps"]:

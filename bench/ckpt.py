@@ -6,7 +6,14 @@
 The Llama shape with short sequences, so that a save of its weights and moments lasts for some
 steps. The contenders take turns, in an order that rotates; each round begins with steps beside
 which nothing is saved. `kept`: torch's stager, kept between saves (a call with defaults makes a new
-one). Saves end when their bytes are on the disk (both call fsync); loads read the page cache."""
+one). Saves end when their bytes are on the disk (both call fsync); loads read the page cache.
+
+    stall   seconds that the call keeps the training thread
+    done    seconds until every rank knows, after a step, that the save is complete
+    step    seconds of a step beside which nothing is saved (median)
+    lost    seconds that training loses to a save: stall and longer steps
+    slow    the mean step that begins while this rank writes, over `step`
+    save, load    GB/s of all ranks together, nothing beside them"""
 
 import argparse
 import collections
@@ -62,13 +69,15 @@ def step(run, ended=False):
 
 
 def ours(run):
-    """Seconds that the call took, that the save took, and of the steps that began meanwhile."""
+    """Seconds that the call took, that all took until every rank knew of the end, and of the steps
+    meanwhile: [(did it begin while this rank was writing, seconds)]."""
     clock, times = time.perf_counter(), []
     train.save(run, beside=True)
     stall = time.perf_counter() - clock
     while run.saver.save:
+        writing = run.saver.thread.is_alive()
         seconds, _, counts = step(run)
-        times.append(seconds)
+        times.append((writing, seconds))
         train.settle(run, counts)
     assert run.saver.done and not run.saver.failures
     return stall, time.perf_counter() - clock, times
@@ -80,8 +89,9 @@ def theirs(run, path, group, stager):
                             async_stager=stager)
     stall = time.perf_counter() - clock
     while ended < run.mesh.world:
-        seconds, ended, _ = step(run, future.done())
-        times.append(seconds)
+        writing = not future.done()
+        seconds, ended, _ = step(run, not writing)
+        times.append((writing, seconds))
     return stall, time.perf_counter() - clock, times
 
 
@@ -119,8 +129,9 @@ def measure(run, folder, args):
             plain = statistics.median(step(run)[0] for _ in range(6))
             stall, until, times = beside[name](run)
             shutil.rmtree(folder / "dcp", ignore_errors=True)
-            row = {"stall": stall, "done": until, "slow": statistics.mean(times) / plain,
-                   "cost": stall + sum(times) - plain * len(times), "step": plain}
+            row = {"stall": stall, "done": until, "step": plain, "lost": stall + sum(
+                       seconds - plain for _, seconds in times),
+                   "slow": statistics.mean(s for writing, s in times if writing) / plain}
             step(run)
             if name != "kept":
                 row["save"], row["load"] = alone(run, name, folder / "dcp")
