@@ -18,6 +18,7 @@ disk and their boxes were seen to cover every tensor once; it appears by one ren
 store: one put). A step that is saved again gets files of other names (rank_00000.1.safetensors):
 a crash leaves the old index and its files or the new ones. What it does not name is removed later.
 Writing can be left to a thread, which has a copy of the tensors, while training goes on (Saver).
+A path can be the URL of an object store (s3://bucket/run): fsspec reads and writes it.
 
 A Hugging Face folder is the same writer with one box a tensor: what differs is names, layout and
 the words of the config, and stands in two tables.
@@ -29,6 +30,7 @@ the words of the config, and stands in two tables.
 
 import argparse
 import contextlib
+import fnmatch
 import functools
 import itertools
 import json
@@ -41,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import zlib
 from typing import NamedTuple
 
@@ -128,12 +131,100 @@ def meet(a, b):
     return [tuple(slice(i - o, j - o) for i, j, o in zip(begin, end, box.offset)) for box in (a, b)]
 
 
+# ---- Folders and object stores --------------------------------------------------------------
+class Url(str):
+    """A path on an object store: what is used here of pathlib.Path, through fsspec. A folder there
+    is but the beginning of names; a file appears when it has been closed."""
+
+    fs = property(lambda self: file_system(self))
+    name = property(lambda self: self.rpartition("/")[2])
+    parent = property(lambda self: Url(self.rpartition("/")[0]))
+
+    def __truediv__(self, name):
+        return Url(f"{self}/{name}")
+
+    def iterdir(self):
+        self.fs.invalidate_cache()  # other ranks write too
+        return [self / path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self, False)]
+
+    def glob(self, pattern):
+        paths = self.iterdir() if self.is_dir() else []
+        return [path for path in paths if fnmatch.fnmatchcase(path.name, pattern)]
+
+    def stat(self):
+        is_file = self.is_file()
+        return types.SimpleNamespace(st_size=self.fs.size(self), st_mtime=self.fs.modified(
+            self).timestamp() if is_file else 0.0)
+
+    def exists(self):
+        return self.fs.exists(self)
+
+    def is_file(self):
+        return self.fs.isfile(self)
+
+    def is_dir(self):
+        self.fs.invalidate_cache()
+        return self.fs.isdir(self)
+
+    def mkdir(self, **how):
+        self.fs.makedirs(self, exist_ok=True)
+
+    def open(self, mode):
+        return self.fs.open(self, mode)
+
+    def read_bytes(self):
+        return self.fs.cat_file(self)
+
+    def unlink(self, missing_ok=False):
+        if not missing_ok or self.exists():
+            self.fs.rm_file(self)
+
+
+class Remote:
+    """A file on an object store as a sequence of bytes, of which each slice is one request."""
+
+    def __init__(self, url):
+        self.url, self.size = url, url.stat().st_size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, part):
+        return self.url.fs.cat_file(self.url, part.start or 0, part.stop)
+
+
+def file_system(url):
+    """fsspec's for a URL; ValueError where it knows none or a package is missing."""
+    try:
+        import fsspec
+        return fsspec.core.url_to_fs(str(url))[0]
+    except (ImportError, ValueError) as e:
+        raise ValueError(f"{url}: {e}") from None
+
+
+def place(path):
+    """A pathlib.Path, or a Url if it is written as one."""
+    if isinstance(path, Url) or "://" not in str(path):
+        return path if isinstance(path, Url) else pathlib.Path(path)
+    file_system(path)
+    return Url(str(path).rstrip("/"))
+
+
+def remove_folder(path):
+    if isinstance(path, Url):
+        path.fs.rm(path, recursive=True)
+    else:
+        shutil.rmtree(path)
+
+
 # ---- The safetensors container --------------------------------------------------------------
 def raw(tensor):  # its bytes; no copy is made of what is contiguous and on the host
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sync_folder(path):  # what was created, renamed or removed in it is durable then
+    if isinstance(path, Url):
+        return
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -141,14 +232,17 @@ def sync_folder(path):  # what was created, renamed or removed in it is durable 
 
 def write_file(path, head, tensors=()):
     """Bytes and then tensors, one at a time, durable on return. Never over an existing file."""
-    with open(path, "xb") as f:
+    path = place(path)
+    on_disk = not isinstance(path, Url)
+    with open(path, "xb") if on_disk else path.open("wb") as f:
         f.write(head)
         for tensor in tensors:
             f.write(raw(tensor))
             del tensor  # before the next is made
-        f.flush()
-        os.fsync(f.fileno())
-    sync_folder(pathlib.Path(path).parent)
+        if on_disk:
+            f.flush()
+            os.fsync(f.fileno())
+    sync_folder(path.parent)
 
 
 def write_safetensors(path, tensors, metadata, make=None):
@@ -165,11 +259,15 @@ def write_safetensors(path, tensors, metadata, make=None):
 
 
 def read_header(path):
-    """({name: dtype, shape, data_offsets}, metadata, the file as a memory map: only what is used
-    is read). The offsets are from the beginning of the file."""
+    """({name: dtype, shape, data_offsets}, metadata, the file as a memory map, or as a Remote: only
+    what is used is read). The offsets are from the beginning of the file."""
+    path = place(path)
     try:
-        with open(path, "rb") as f:  # private pages: writable for torch, never written back
-            file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        if isinstance(path, Url):
+            file = Remote(path)
+        else:
+            with open(path, "rb") as f:  # private pages: writable for torch, never written back
+                file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         n = int.from_bytes(file[:8], "little")
         entries, at = json.loads(file[8 : 8 + n]), 8 + n
         metadata = entries.pop("__metadata__", {})
@@ -185,15 +283,20 @@ def read_header(path):
     return entries, metadata, file
 
 
+def stored(entry, file):
+    """A tensor of a file: a view of the memory map."""
+    shape, dtype, (begin, end) = entry["shape"], DTYPES[entry["dtype"]], entry["data_offsets"]
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(file, Remote):
+        file, begin = bytearray(file[begin:end]), 0
+    return torch.frombuffer(file, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
+
+
 def read_safetensors(path):
     """{name: tensor}, views of the memory map."""
-    (entries, _, file), out = read_header(path), {}
-    for name, e in entries.items():
-        flat = torch.empty(0, dtype=DTYPES[e["dtype"]])
-        if n := math.prod(e["shape"]):
-            flat = torch.frombuffer(file, dtype=flat.dtype, count=n, offset=e["data_offsets"][0])
-        out[name] = flat.view(e["shape"])
-    return out
+    entries, _, file = read_header(path)
+    return {name: stored(entry, file) for name, entry in entries.items()}
 
 
 # ---- Save -----------------------------------------------------------------------------------
@@ -206,7 +309,7 @@ class Save:
             raise ValueError("meta must survive JSON: no tuples, only strings as keys")
         self.root, self.step, self.pieces, self.meta = root, step, pieces, meta
         self.rank, self.world, self.kept = rank, world, (keep, every)
-        self.folder = pathlib.Path(root) / f"step_{step:09d}"
+        self.folder = place(root) / f"step_{step:09d}"
 
     def write(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -367,12 +470,16 @@ def commit(folder, step, meta, files):
         check_cover(name, t, folder)
     index = {"format": "minimesh", "version": VERSION, "step": step, "world": len(files),
              "written": time.time(), "meta": meta,
-             "files": {name: os.path.getsize(folder / name) for name in files},
+             "files": {name: (folder / name).stat().st_size for name in files},
              "box": ["file", "offset", "shape", "start", "bytes", "crc32"], "tensors": tensors}
-    new = folder / f"{INDEX}.tmp"
-    new.unlink(missing_ok=True)
-    write_file(new, json.dumps(index, separators=(",", ":")).encode())
-    os.replace(new, folder / INDEX)
+    text = json.dumps(index, separators=(",", ":")).encode()
+    if isinstance(folder, Url):
+        folder.fs.pipe_file(folder / INDEX, text)
+    else:
+        new = folder / f"{INDEX}.tmp"
+        new.unlink(missing_ok=True)
+        write_file(new, text)
+        os.replace(new, folder / INDEX)
     tidy(folder)
 
 
@@ -380,7 +487,7 @@ def commit(folder, step, meta, files):
 def read_index(path, whole=False):
     """The index of a checkpoint, or a ValueError that says why it is none. With `whole` every file
     must be there in its full size."""
-    path = pathlib.Path(path)
+    path = place(path)
     try:
         index = json.loads((path / INDEX).read_bytes())
         kind = f"{index['format']} {index['version']}"
@@ -395,7 +502,7 @@ def read_index(path, whole=False):
     for name, size in index["files"].items() if whole else ():
         if not (path / name).is_file():
             raise ValueError(f"{path / name} is missing")
-        if (found := os.path.getsize(path / name)) != size:
+        if (found := (path / name).stat().st_size) != size:
             raise ValueError(f"{path / name} has {found:,} bytes instead of {size:,}")
     return index
 
@@ -406,7 +513,7 @@ def read_meta(path):
 
 def survey(root):
     """(step, folder, index, None) or (step, folder, None, what is wrong), highest step first."""
-    found = [(int(path.name[5:]), path) for path in pathlib.Path(root).glob("step_*")
+    found = [(int(path.name[5:]), path) for path in place(root).glob("step_*")
              if path.name[5:].isdecimal() and path.is_dir()]
     for step, path in sorted(found, reverse=True):
         try:
@@ -436,13 +543,13 @@ def latest(root, warn):
 
 def open_boxes(path):
     """What several calls of `load` share: the index, files mapped once, boxes found good."""
-    return read_index(path), functools.cache(read_safetensors), set()
+    return read_index(path), functools.cache(read_header), set()
 
 
 def load(path, pieces, verify=True, opened=None):
     """Fill the data of `pieces` from a checkpoint of any layout; padding is left as it is. With
     verify=False a box that is needed in part is not checked, so that only that part is read."""
-    path, (index, read, good) = pathlib.Path(path), opened or open_boxes(path)
+    path, (index, read, good) = place(path), opened or open_boxes(path)
     tensors, files = index["tensors"], [path / name for name in index["files"]]
     wanted = {p.name: list(p.full_shape) for p in pieces if 0 not in p.full_shape}
     if missing := [name for name in wanted if name not in tensors]:
@@ -457,13 +564,14 @@ def load(path, pieces, verify=True, opened=None):
             for file, offset, shape, _, _, crc in tensors[piece.name]["boxes"]:
                 box = Box(offset, shape)
                 if both := meet(want, box):
-                    held, key = read(files[file]), f"{piece.name}{box}"
+                    (entries, _, data), key = read(files[file]), f"{piece.name}{box}"
                     whole = [s.stop - s.start for s in both[1]] == shape
-                    if key not in good and (verify or whole):
-                        if key not in held or zlib.crc32(raw(held[key])) != crc:
-                            raise ValueError(f"{files[file]} is damaged: another crc32 of {key}")
-                        good.add(key)
-                    view[both[0]].copy_(held[key][both[1]])
+                    held = stored(entries[key], data) if key in entries else None
+                    test = key not in good and (verify or whole)
+                    if held is None or test and zlib.crc32(raw(held)) != crc:
+                        raise ValueError(f"{files[file]} is damaged: another crc32 of {key}")
+                    good |= {key} if test else set()
+                    view[both[0]].copy_(held[both[1]])
 
 
 def prune(root, keep, every=None):
@@ -486,7 +594,7 @@ def prune(root, keep, every=None):
     for path in gone:
         (path / INDEX).unlink(missing_ok=True)  # first: half a checkpoint is none
         sync_folder(path)
-        shutil.rmtree(path)
+        remove_folder(path)
     return gone
 
 
@@ -518,6 +626,8 @@ def whole_tensors(path):
 @contextlib.contextmanager
 def appear(out):
     """A new folder, which stands at `out` when the block has ended well, and nowhere before."""
+    if isinstance(out, Url):
+        raise ValueError(f"{out}: must be a folder on a disk")
     if out.exists():
         raise ValueError(f"{out} exists already")
     new = out.with_name(f"{out.name}.tmp")
@@ -873,7 +983,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=["ls", "verify", "show", "diff", "merge",
                                                     "export", "import"])
-    parser.add_argument("path", nargs="?", type=pathlib.Path, default=".",
+    parser.add_argument("path", nargs="?", default=".",
                         help="ls: a run folder or the one with its checkpoints; import: a Hugging "
                         "Face folder; diff: a checkpoint or a metrics.jsonl; else a checkpoint")
     parser.add_argument("name", nargs="?", help="show: the tensor whose boxes to list; diff: what "
@@ -882,10 +992,10 @@ def main():
                         help="export: other than it is stored")
     parser.add_argument("--tokenizer", help="import: a name or file, if not its tokenizer.json")
     args = parser.parse_args()
-    path, other = args.path, pathlib.Path(args.name or "")
     if args.what in ("diff", "merge", "export", "import") and args.name is None:
         parser.error(f"{args.what} needs two paths")
     try:
+        path, other = place(args.path), place(args.name or "")
         if args.what == "diff":
             sys.exit((diff_metrics if path.is_file() else diff)(path, other))
         {None: demo, "ls": lambda: ls(path), "verify": lambda: verify(path),

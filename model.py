@@ -681,7 +681,7 @@ def find_checkpoint(path):
     """The checkpoint that `path` is, or the newest complete one of a run folder. ValueError."""
     import checkpoint
 
-    path = pathlib.Path(path)
+    path = checkpoint.place(path)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "index.json").exists():

@@ -59,7 +59,8 @@ TYPES = {  # of the keys whose default does not tell; the others keep the type o
                  "checkpoint.every checkpoint.keep checkpoint.keep_every log.sample "
                  "log.fingerprint_every",
     (float, NULL): "model.logit_softcap optim.grad_clip",
-    (str, NULL): "init.from parallel.reduce_dtype log.wandb", (str, dict, NULL): "data.path",
+    (str, NULL): "init.from parallel.reduce_dtype checkpoint.dir log.wandb",
+    (str, dict, NULL): "data.path",
     (dict, NULL): "model.rope_scaling", (list, NULL): "log.profile parallel.stages",
     (int, list, NULL): "model.window",
     (int, str): "parallel.dp parallel.fsdp speed.recompute", (bool, str): "speed.compile",
@@ -175,6 +176,7 @@ def check_config(config, world):
     check_tp(config, sizes["tp"])
     check_cp(config, sizes["cp"], sizes["tp"])
     check_pp(config["parallel"], config["model"]["n_layer"])
+    checkpoint_root(config)  # raises where a URL is of no known kind
     if v["train.deterministic"]:
         check_deterministic(v, sizes["dp"] * sizes["fsdp"])
     ranks, batch = sizes["dp"] * sizes["fsdp"], v["train.global_batch"]
@@ -447,11 +449,15 @@ def evaluate(run):
 
 
 # ---- Checkpoints ----------------------------------------------------------------------------
+def checkpoint_root(config):
+    return checkpoint.place(config["checkpoint"]["dir"] or f"{config['run']['dir']}/checkpoints")
+
+
 def save(run, beside=False):
     """Write a checkpoint of the current step; each data rank writes its share of every tensor.
     `beside`: return when that is copied, a thread writes it while training goes on."""
     mesh, saver, c = run.mesh, run.saver, run.config["checkpoint"]
-    root = pathlib.Path(run.config["run"]["dir"]) / "checkpoints"
+    root = checkpoint_root(run.config)
     if saver.save:
         clock, before = time.perf_counter(), saver.save.step
         drain(run)
@@ -494,7 +500,7 @@ def drain(run):
 def resume(run):
     """Load the newest good checkpoint of run.dir, if there is one. Rank 0 looks, all ranks load;
     what cannot be read whole is passed over with a warning, and the one before is tried."""
-    root, mesh = pathlib.Path(run.config["run"]["dir"]) / "checkpoints", run.mesh
+    root, mesh = checkpoint_root(run.config), run.mesh
     paths, error = [], None
     with checkpoint.together(functools.partial(parallel.agree, mesh)):
         if mesh.rank == 0 and checkpoint.latest(root, lambda line: say(run, f"warning: {line}")):

@@ -870,3 +870,79 @@ def test_the_shell_commands(tmp_path, capsys, monkeypatch):
         code, out, err = run(*args)
         assert (code, out, len(err.splitlines())) == (2, "", 1), args
     assert shell("verify", bad).returncode == 2
+
+
+# Object stores
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path):
+    """A root on a store without folders that lives in this process, or on the disk, as a URL."""
+    root = checkpoint.place(f"{request.param}://{tmp_path}/run/checkpoints")
+    yield root
+    if root.parent.is_dir():
+        checkpoint.remove_folder(root.parent)
+
+
+def put(path, data):
+    with path.open("wb") as f:
+        f.write(data)
+
+
+def test_a_checkpoint_on_an_object_store(store, tmp_path):
+    """File by file the same bytes as on a disk; loaded by any number of ranks."""
+    tensors = state(3)
+    paths = [save_all(root, 12, lambda r: flat_pieces(tensors, r, 3), 3)
+             for root in (store, tmp_path)]
+    assert isinstance(paths[0], checkpoint.Url)
+    assert sorted(p.name for p in paths[0].iterdir()) == sorted(p.name for p in paths[1].iterdir())
+    for file in paths[1].glob("*.safetensors"):
+        assert (paths[0] / file.name).read_bytes() == file.read_bytes()
+    assert_holds(checkpoint.latest(store, pytest.fail), tensors)
+    for rank in range(2):
+        mine = flat_pieces(tensors, rank, 2, empty=True)
+        checkpoint.load(str(paths[0]), mine, verify=False)
+        for got, want in zip(mine, flat_pieces(tensors, rank, 2)):
+            assert bits(got.data) == bits(want.data), (got.name, rank)
+
+
+def test_only_the_boxes_that_meet_are_fetched(store, monkeypatch):
+    full = torch.arange(4096.0 * 8).view(4096, 8)
+    path = save_all(store, 1, lambda r: flat_pieces({"param/w": full}, r, 4), 4)
+    fetched, real = [], checkpoint.Remote.__getitem__
+    monkeypatch.setattr(checkpoint.Remote, "__getitem__", lambda self, part: [
+        out := real(self, part), fetched.append((self.url.name, len(out)))][0])
+    mine = Piece("param/w", torch.zeros(80), 0, (4096, 8), (0, 0), (4096, 8))
+    checkpoint.load(path, [mine])
+    assert torch.equal(mine.data, torch.arange(80.0))
+    assert {name for name, _ in fetched} == {"rank_00000.safetensors"}
+    assert sum(n for _, n in fetched) < 4096 * 8 * 4 / 10 + 2000  # the first of four has a tenth
+
+
+def test_what_an_object_store_keeps(store):
+    """Steps that are pruned, replaced, never completed, damaged; the command that lists them."""
+    for step in range(1, 6):
+        simple(store, step, world=1)
+    assert len(checkpoint.prune(store, 2, 2)) == 2 and numbers(store) == [2, 4, 5]
+    assert sorted(path.name[-1] for path in store.iterdir()) == ["2", "4", "5"]
+    for world in (3, 2):
+        path, tensors = simple(store, 5, world=world)
+    assert_holds(path, tensors)
+    assert len([*path.iterdir()]) == 3
+    (store / "step_000000009").mkdir()
+    put(store / "step_000000009" / "rank_00000.safetensors", b"half")
+    file = path / next(iter(checkpoint.read_index(path)["files"]))
+    put(file, file.read_bytes()[:-1])
+    said = []
+    assert checkpoint.latest(store, said.append) == store / "step_000000004"
+    assert "no index.json" in said[0] and "bytes instead of" in said[1] and len(said) == 2
+    if store.startswith("file"):
+        lines = shell("ls", store.parent).stdout.splitlines()
+        assert [line.split()[0] for line in lines[1:]] == ["2", "4", "5", "9"]
+        assert shell("verify", store / "step_000000004").returncode == 0
+
+
+def test_a_url_that_nobody_can_open():
+    for url in ("what://bucket/run", "s4://x"):
+        with pytest.raises(ValueError, match=url):
+            checkpoint.place(url)

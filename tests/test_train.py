@@ -355,8 +355,11 @@ def same_tensors(run_a, run_b):
     (["parallel.dp=1", "parallel.cp=2"], "the most loaded of 2 cp ranks had 1.000 of the mean"),
     (["parallel.dp=1", "parallel.pp=2"], "stages  2 x 1, 1f1b: layers 1 + 1")])
 def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_path):
-    """torchrun on 2 ranks, then resumed on 1: the losses of one process to float32 rounding."""
-    done = shell(text, tmp_path / "two", "checkpoint.every=3", *split, ranks=2)
+    """torchrun on 2 ranks, then resumed on 1: the losses of one process to float32 rounding. With
+    pp the checkpoints go through fsspec."""
+    root = tmp_path / "elsewhere"
+    where = f"checkpoint.dir={'file://' if 'parallel.pp=2' in split else ''}{root}"
+    done = shell(text, tmp_path / "two", "checkpoint.every=3", where, *split, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "sent by rank 0 in the first step" in done.stdout and words in done.stdout
     assert "crosses the network" not in done.stdout
@@ -364,11 +367,12 @@ def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_pat
     for step in one:
         assert two[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-4)
-    newest = checkpoint.latest(tmp_path / "two" / "checkpoints", print)
+    newest = checkpoint.latest(root, print)
+    assert newest.name == "step_000000006" and not (tmp_path / "two" / "checkpoints").exists()
     for file in newest.iterdir():
         file.unlink()  # as if the machine had died before the last one
     newest.rmdir()
-    again = shell(text, tmp_path / "two")
+    again = shell(text, tmp_path / "two", where)
     assert again.returncode == 0 and "resumed" in again.stdout and "at step 3" in again.stdout
     resumed = records(tmp_path / "two")
     for step in one:
@@ -413,7 +417,7 @@ FAULTS = {  # case: (what fails on rank 1, with what; what rank 1 says, what ran
     "save": ("checkpoint.write_rank", "PermissionError(13, 'only here')",
              "PermissionError: [Errno 13] only here", "RuntimeError: rank 1: [Errno 13] only here"),
     "load": ("checkpoint.load", "KeyError('only here')", "KeyError: 'only here'", GONE),
-    "unreadable": ("checkpoint.read_safetensors", "PermissionError(13, 'only here')",
+    "unreadable": ("checkpoint.stored", "PermissionError(13, 'only here')",
                    "rank 1: [Errno 13] only here", "rank 1: [Errno 13] only here"),
 }
 LAUNCHER = """
