@@ -769,15 +769,16 @@ def check_fixed(where, kind, config, fixed):
                              f"be converted has {value!r}")
 
 
-def to_config(m):
-    """(kind, config.json) of our section `model`. In the words of transformers 4: 5 reads both."""
+def to_config(m, eot=None):
+    """(kind, config.json) of our section `model`, `eot` being the token that ends a text. In the
+    words of transformers 4: 5 reads both."""
     kind = "gpt2" if m["norm"] == "layernorm" else "qwen3" if m["qk_norm"] else "llama"
     keys, ours, theirs = KINDS[kind]
     width = m["d_model"] // m["n_head"]  # two of their classes insist on it
     check_fixed("model.", kind, m, ours | {
         "gpt2": {"n_kv_head": m["n_head"], "d_head": width, "d_model": m["n_head"] * width},
         "llama": {"d_model": m["n_head"] * width}, "qwen3": {}}[kind])
-    config = {"model_type": kind, "bos_token_id": None, "eos_token_id": None} | theirs
+    config = {"model_type": kind, "bos_token_id": None, "eos_token_id": eot} | theirs
     config |= {their: m[our] for our, their in keys.items()}
     if kind != "gpt2":
         config |= {"rope_theta": m["rope_theta"], "rope_scaling": m["rope_scaling"] and {
@@ -848,7 +849,7 @@ def export(path, out, dtype=None, limit=5 * 10**9):
     if (model := index["meta"].get("config", {}).get("model")) is None:
         raise ValueError(f"{path}: its meta has no config.model")
     model = model | {"d_head": model["d_head"] or model["d_model"] // model["n_head"]}
-    kind, config = to_config(model)
+    kind, config = to_config(model, index["meta"].get("eot"))
     rows = table(kind, model)
     stored = {name[6:]: t for name, t in index["tensors"].items() if name[:6] == "param/"}
     check_tensors(path, {name: t["shape"] for name, t in stored.items()},
@@ -900,7 +901,8 @@ def copy_tokenizer(name, out):
 
 def import_folder(folder, out, tokenizer=None):
     """Make a checkpoint, of parameters only, of a Hugging Face folder; dtypes as they are there."""
-    kind, model = from_config(json.loads((folder / "config.json").read_text()))
+    config = json.loads((folder / "config.json").read_text())
+    kind, model = from_config(config)
     rows, held, files = table(kind, model), {}, ["model.safetensors"]
     if not (folder / files[0]).exists():
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -925,7 +927,8 @@ def import_folder(folder, out, tokenizer=None):
         views |= zip(names, t.split([s[0] for s in parts.values()]))
     if tokenizer is None and (folder / "tokenizer.json").is_file():
         tokenizer = str((folder / "tokenizer.json").resolve())
-    meta = {"step": 0, "samples": 0, "config": {"model": model}, "tokenizer": tokenizer}
+    meta = {"step": 0, "samples": 0, "config": {"model": model}, "tokenizer": tokenizer,
+            "eot": config.get("eos_token_id")}
     tensors = {name: {"shape": t.shape, "dtype": CODES[t.dtype]} for name, t in views.items()}
     write_whole(out, 0, meta, tensors, views.get)
 

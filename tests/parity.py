@@ -77,7 +77,7 @@ class Ignoring:
     """A loader whose targets are ignored where `ignore(sample number n, position)` says so."""
 
     def __init__(self, loader, rule):
-        self.loader, self.rule, self.at = loader, rule, 0
+        self.loader, self.rule, self.at, self.sources = loader, rule, 0, loader.sources
 
     def start(self, samples):
         self.at = samples

@@ -51,7 +51,7 @@ def write(folder, section, layout=(), **sharding):
     net, blocks = model.build(cfg, mesh, torch.float32, pad_vocab=64, **sharding)
     with unittest.mock.patch.object(model, "init_std", lambda name, cfg: 0.4):
         model.init_weights(blocks, cfg, seed=3)
-    meta = {"step": 7, "samples": 0, "config": {"model": section}, "tokenizer": "byte"}
+    meta = {"step": 7, "samples": 0, "config": {"model": section}, "tokenizer": "byte", "eot": 256}
     return checkpoint.save(folder, 7, model.pieces(blocks, shared=True), meta, mesh.rank,
                            mesh.world, functools.partial(parallel.agree, mesh))
 
@@ -70,7 +70,7 @@ def our_logits(path):
 def their_logits(folder):
     net, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    assert net.config.eos_token_id is None  # a number of their default tokenizer's would end texts
+    assert net.config.eos_token_id in (None, 9, 256)  # a number of their default tokenizer's would end texts
     return net.eval()(IDS).logits
 
 
@@ -268,7 +268,8 @@ def test_a_checkpoint_that_is_not_what_its_meta_says_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", MODELS)
 def test_we_compute_what_transformers_does(kind, limit, tmp_path):
     """And what comes back is bit-equal, tensors and config."""
-    folder, out = their_model(tmp_path / "hf", kind, limit=limit), tmp_path / "ours"
+    folder = their_model(tmp_path / "hf", kind, limit=limit, eos_token_id=9)
+    out = tmp_path / "ours"
     assert ((folder / "model.safetensors.index.json").exists()) == (limit == "20KB")
     checkpoint.import_folder(folder, out)
     assert_close(our_logits(out), their_logits(folder))
@@ -283,8 +284,9 @@ def test_we_compute_what_transformers_does(kind, limit, tmp_path):
     assert set(theirs) == set(back)
     for name, t in back.items():
         assert t.shape == theirs[name].shape and bits(t) == bits(theirs[name]), name
-    config = checkpoint.from_config(json.loads((tmp_path / "back" / "config.json").read_text()))
-    assert config == (kind.split()[0], section)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert checkpoint.from_config(config) == (kind.split()[0], section)
+    assert config["eos_token_id"] == meta["eot"] == 9
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama scaled", "qwen3 scaled"])
