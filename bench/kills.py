@@ -4,8 +4,9 @@ of a run that was left alone.
     python bench/kills.py --kills 200
     python bench/kills.py --kills 200 --set checkpoint.every=2 parallel.fsdp=2 parallel.zero=3
 
-Each attempt is two forks of this process, which has imported torch and run no operator. At a random
-moment one rank or all get SIGKILL, or all get SIGTERM; half of the moments lie in a save. Then the
+Each attempt is two forks of this process, which has imported torch and run no operator. It is left
+alone until it has saved a few times (or none), and then, at a random moment, one rank or all get
+SIGKILL, or all get SIGTERM; half of the moments lie in a save. Then the
 newest complete checkpoint must load, and no step before it may be lost. In the end all numbers and
 the last checkpoint are compared, bit for bit. Choices follow from --seed, the machine's timing not.
 """
@@ -119,13 +120,24 @@ def in_a_save(folder, last, pids, codes, patience, rng):
         time.sleep(0.001)
 
 
+def saved(folder, step, pids, codes, patience):
+    """Wait until the checkpoint of `step` or a later one has its index."""
+    until, root = time.time() + patience, folder / "checkpoints"
+    while time.time() < until and not ended(pids, codes, 0.005):
+        if any(int(path.parent.name[5:]) >= step for path in root.glob(f"*/{checkpoint.INDEX}")):
+            return
+
+
 def attempt(folder, argv, rng, span, steps):
     """Start the run and kill it at a random moment: a row about what happened."""
     last, _ = complete(folder)
     pids, codes = start(folder, argv), {}
     how = rng.choice(["one rank", "all ranks", "all ranks", "SIGTERM"])
-    moment = rng.random() * span
-    ended(pids, codes, moment)
+    if n := rng.randrange(4):
+        saved(folder, last + n, pids, codes, 60)
+        ended(pids, codes, rng.random() * 0.2)
+    else:
+        ended(pids, codes, rng.random() * span)
     if rng.random() < 0.5:
         in_a_save(folder, last, pids, codes, span, rng)
     alive = [pid for pid in pids if pid not in codes]
@@ -180,7 +192,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=600, help="no kill after that many")
-    parser.add_argument("--steps", type=int, help="of the run; default: one for each kill, 8 more")
+    parser.add_argument("--steps", type=int, help="of the run; default: 8 for each kill, 8 more")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], help="more keys of the config")
     args = parser.parse_args()
@@ -193,7 +205,7 @@ def main():
             data.synth(top / "tokens", tokens=3000, vocab=8192, docs=40, seed=2, split="val")
             os._exit(0)
         os.waitpid(pid, 0)
-        steps = args.steps or args.kills + 8
+        steps = args.steps or 8 * args.kills + 8
         argv = [*BASE, f"data.path={top}/tokens", f"train.steps={steps}", *args.set]
         whole = alone(top / "alone", argv)
         print(f"{steps} steps left alone: {whole:.1f} s", flush=True)

@@ -70,7 +70,7 @@ def our_logits(path):
 def their_logits(folder):
     net, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    assert net.config.eos_token_id in (None, 9, 256)  # a number of their default tokenizer's would end texts
+    assert net.config.eos_token_id in (None, 9, 256)  # or that of their default
     return net.eval()(IDS).logits
 
 

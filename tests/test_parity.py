@@ -1,6 +1,9 @@
 """Every layout computes what one process computes, and one process computes the specification."""
 
+import itertools
 import math
+import pathlib
+import re
 
 import parity
 import pytest
@@ -13,32 +16,44 @@ LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_len": 24}
 GPT2 = {"model.norm": "layernorm", "model.positions": "learned", "model.activation": "gelu",
         "model.bias": True, "kv": "all"}
-MODELS = {
+MODELS = {  # heads that are normalised have more than 2 channels: those multiply noise by 10^4
     "llama": {"model.tied": False, "model.n_layer": 4, "kv": "grouped"},
     "llama3": {"model.rope_scaling": LLAMA3_ROPE, "model.rope_theta": 500.0, "kv": "few"},
     "qwen3": {"model.qk_norm": True, "model.d_head": 6, "model.n_layer": 5, "kv": "few"},
     "gpt2": GPT2,
     "capped": {"model.logit_softcap": 2.0, "model.z_loss": 0.05, "model.bias": True,
-               "model.dropout": 0.2, "model.qk_norm": True, "kv": "grouped"},
+               "model.dropout": 0.2, "model.qk_norm": True, "model.d_head": 4, "kv": "grouped"},
     "gpt2 dropped": GPT2 | {"model.dropout": 0.3, "model.tied": False, "kv": "few"},
 }
-LAYOUTS = [{"dp": 2}, {"fsdp": 2}, {"dp": 3}, {"fsdp": 3}, {"dp": 4}, {"fsdp": 4},
-           {"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 3}, {"tp": 2}, {"tp": 3}, {"tp": 4},
-           {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 3}]
-LARGE = [{"dp": 4, "fsdp": 2}, {"dp": 2, "fsdp": 4}, {"dp": 8}, {"fsdp": 8}, {"fsdp": 2, "tp": 4},
-         {"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}]
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+LAYOUTS = [{axis: n for axis, n in zip(AXES, sizes) if n > 1}  # of up to 8 ranks, all there are
+           for sizes in itertools.product(range(1, 9), repeat=5) if 1 < math.prod(sizes) <= 8]
+SMALL = [layout for layout in LAYOUTS if math.prod(layout.values()) <= 4]
+LARGE = [{"dp": 2, "fsdp": 3}, {"fsdp": 2, "tp": 3}, {"dp": 2, "cp": 3}, {"pp": 3, "tp": 2},
+         {"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2},
+         {"dp": 2, "fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2, "fsdp": 2}, {"pp": 4, "fsdp": 2}]
 OPTIONS = {
-    "rounds": [1, 3, "uneven"],  # microbatches a step; uneven: the last is smaller
+    "rounds": [1, 3, "uneven", 6],  # microbatches a step; uneven: the last is smaller
     "ignore": list(parity.RULES),
+    "pipe": [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), ("gpipe", 2),
+             ("interleaved", 1)],  # parallel.schedule, parallel.chunks
+    "parallel.zero": [0, 1, 2, 3],
+    "parallel.zero_pp": ["keep", "regather"],
+    "parallel.cp_mode": ["ring", "ulysses"],
+    "parallel.prefetch": [0, 1, 2],
+    "parallel.offload": ["none", "optimizer"],
     "speed.recompute": ["none", "full", 2, "selective"],
     "speed.keep_gathered": [False, True],
     "speed.pad_vocab": [8, 1],
     "optim.grad_clip": [None, 0.5],
     "data.mask_documents": [False, True],
-    "parallel.zero": [0, 1, 2, 3],
-    "parallel.prefetch": [0, 1, 2],
-    "parallel.offload": ["none", "optimizer"],
+    "model.window": [None, 3, [5, None]],
+    "model": list(MODELS),
 }
+COVER = parity.covering(OPTIONS)  # every pair of values
+DEFAULT = parity.covering(OPTIONS | {"layout": SMALL})  # and of these with a layout
+DEFAULT += [COVER[n] | {"layout": layout} for n, layout in enumerate(LARGE)]
+ALL = parity.covering(OPTIONS | {"layout": LAYOUTS})
 
 
 def name_of(case):
@@ -81,30 +96,49 @@ def truth(tokens):
 
 
 def on_layout(case, layout):
-    """The case on a layout ({axis: ranks}): its rounds turned into a microbatch size, its kind of
-    key and value heads into a number that tp and cp allow, sequences that cp can cut."""
-    case, tp = dict(case), layout.get("tp", 1)
-    local = parity.TINY["train.global_batch"] // (layout.get("dp", 1) * layout.get("fsdp", 1))
-    rounds = case.pop("rounds", 1)
+    """The case on a layout ({axis: ranks}): sizes that its axes divide, its rounds turned into a
+    microbatch size, its kind of key and value heads into a number."""
+    case, (_, dp, fsdp, cp, tp) = dict(case), (layout.get(axis, 1) for axis in AXES)
+    odd = next((n for n in (5, 7) if n in layout.values()), 6)
+    local = 4 * odd // (dp * fsdp)
+    rounds, (schedule, chunks) = case.pop("rounds", 1), case.pop("pipe", ("1f1b", 1))
     size = max(local * 2 // 3, 1) if rounds == "uneven" else -(-local // rounds)
-    cp = layout.get("cp", 1)
-    n_head = 8 if cp * tp == 8 else 12
-    kv = {"all": n_head, "grouped": 3 if 3 in (tp, cp) else 4, "few": 2 if tp == 4 else 1}
-    heads = {"model.n_head": n_head, "model.n_kv_head": kv[case.pop("kv", "grouped")],
-             "model.d_head": 2, "data.seq_len": {4: 24, 8: 48}.get(cp, 12)}
-    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
-    return heads | case | {"train.microbatch": size} | axes
+    n_head = 8 if cp * tp == 8 else 2 * odd
+
+    def fits(kv):
+        own = max(kv // tp, 1)
+        return not (n_head % kv or kv % tp and tp % kv or own % cp and cp % own)
+
+    kv = {"all": n_head, "grouped": next(n for n in (*range(3, n_head), n_head) if fits(n)),
+          "few": 2 if tp == 4 else 1}[case.pop("kv", "grouped")]
+    parts = math.lcm(2 * cp, cp * tp)
+    sizes = {"model.n_head": n_head, "model.n_kv_head": kv, "model.d_head": 2,
+             "model.d_ff": 2 * n_head, "train.global_batch": 4 * odd,
+             "data.seq_len": -(-max(12, 6 * cp) // parts) * parts}
+    axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in AXES}
+    axes |= {"parallel.schedule": schedule, "parallel.chunks": chunks}
+    return sizes | case | {"train.microbatch": size} | axes
 
 
-def check(world, truth, tokens, layout, case):
-    case = on_layout(case, layout)
+def check(world, truth, tokens, case):
+    """Run a case of OPTIONS on its layout, compare every rank with one process. Stages are uneven,
+    if there are few."""
+    layout = case["layout"]
+    case = MODELS[case["model"]] | case if "model" in case else case
+    stages = layout.get("pp", 1) * case.get("pipe", ("1f1b", 1))[1]
+    if stages > 1:
+        case = case | {"model.n_layer": next(n for n in (5, 8, 16) if n >= stages)}
+    case = on_layout({k: v for k, v in case.items() if k not in ("layout", "model")}, layout)
     want = truth(case)
     for rank, got in enumerate(world(math.prod(layout.values())).run(parity.run_case, case,
                                                                      str(tokens))):
         note = parity.compare(got, want)
         assert note is None, f"{case}: rank {rank}: {note}"
         assert (got["count"], got["pairs"]) == (want["count"], want["pairs"])
-        check_ledger(got["ledger"], case, want["params"])
+        if "pp" in layout:
+            check_pipe(got["ledger"], got["sizes"], rank, case)
+        else:
+            check_ledger(got["ledger"], case, want["params"])
 
 
 def local_sizes(params, case):
@@ -139,7 +173,7 @@ def check_ledger(ledger, case, params):
     d, f, cp, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "fsdp", "cp", "tp", "zero"))
     both = local_sizes(params, case)
     sizes = {b: n for b, (n, _) in both.items()}
-    local, f = parity.TINY["train.global_batch"] // (d * f), f * cp
+    local, f = case["train.global_batch"] // (d * f), f * cp
     m = -(-local // case["train.microbatch"])
     layers = [b for b in sizes if b.startswith("layers")]
     want = {}
@@ -180,7 +214,7 @@ def check_pipe(ledger, sizes, rank, case):
     d, tp, zero = (case[f"parallel.{k}"] for k in ("dp", "tp", "zero"))
     stage, stages = rank // (d * f * case["parallel.cp"] * tp), p * v
     cp = case["parallel.cp"]
-    local = parity.TINY["train.global_batch"] // (d * f)
+    local = case["train.global_batch"] // (d * f)
     m, f = -(-local // case["train.microbatch"]), f * cp
     each = local * case["data.seq_len"] // (cp * tp) * parity.TINY["model.d_model"] * 8
     mine = range(stage, stages, p)
@@ -250,126 +284,16 @@ def check_tp_traffic(ledger, case, local, m, n_layer):
         assert ledger["tp", op] == [chunks, n], (op, case)
 
 
-PIPES = [{"pp": 2}, {"pp": 3}, {"pp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2},
-         {"pp": 2, "tp": 2}]
-LARGE_PIPES = [{"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 4, "fsdp": 2}, {"pp": 2, "dp": 2, "fsdp": 2},
-               {"pp": 4, "tp": 2}]
-PIPE_OPTIONS = {
-    "pipe": [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("gpipe", 2),
-             ("interleaved", 1)],
-    "rounds": [1, 3, "uneven", 6], "parallel.zero": [0, 1, 2, 3],
-    "parallel.zero_pp": ["keep", "regather"],
-    "speed.recompute": ["none", "full", 2, "selective"], "ignore": ["none", "uneven", "prefix"],
-    "optim.grad_clip": [None, 0.5], "data.mask_documents": [False, True],
-    "parallel.offload": ["none", "optimizer"], "speed.keep_gathered": [False, True],
-    "parallel.prefetch": [0, 2],
-}
-
-
-def check_on_pipe(world, truth, tokens, layout, case):
-    """Five layers, so that stages are uneven; eight where there are more stages."""
-    case = dict(case)
-    name, chunks = case.pop("pipe")
-    case |= {"parallel.schedule": name, "parallel.chunks": chunks,
-             "model.n_layer": 5 if layout["pp"] * chunks <= 5 else 8}
-    case = on_layout(MODELS[case.pop("model")] | case, layout)
-    want = truth(case)
-    for rank, got in enumerate(world(math.prod(layout.values())).run(parity.run_case, case,
-                                                                     str(tokens))):
-        note = parity.compare(got, want)
-        assert note is None, f"{case}: rank {rank}: {note}"
-        check_pipe(got["ledger"], got["sizes"], rank, case)
-
-
-ALL_PIPES = parity.covering(PIPE_OPTIONS | {"layout": PIPES, "model": list(MODELS)})
-
-
-@pytest.mark.parametrize("case", ALL_PIPES, ids=name_of)
-def test_pipelines_equal_one_process(case, world, truth, tokens):
-    case = dict(case)
-    check_on_pipe(world, truth, tokens, case.pop("layout"), case)
-
-
-def parts(layouts, axes, rest):
-    """(layout, some of its cases) for the long matrix, about twenty at a time."""
-    return [(layout, cases[i : i + 20]) for layout in layouts
-            for cases in [parity.crossed(axes, rest)] for i in range(0, len(cases), 20)]
-
-
-def number(value):
-    return "".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout, cases", parts(
-    PIPES + LARGE_PIPES,
-    {"pipe": PIPE_OPTIONS["pipe"], "model": ["llama", "qwen3"], "rounds": [1, 3],
-     "parallel.zero": [0, 1, 2, 3]}, PIPE_OPTIONS | {"model": list(MODELS)}), ids=number)
-def test_every_pipeline(layout, cases, world, truth, tokens):
-    """Schedules x tied or not x microbatches x zero, and every pair of all options."""
-    for case in cases:
-        check_on_pipe(world, truth, tokens, layout, case)
-
-
-CP_LAYOUTS = [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2},
-              {"tp": 2}]
-LARGE_CP = [{"cp": 3}, {"cp": 8}, {"cp": 4, "tp": 2}, {"fsdp": 2, "cp": 4},
-            {"fsdp": 2, "cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "cp": 2}]
-CP_PIPES = [{"pp": 2, "cp": 2}]
-LARGE_CP_PIPES = [{"pp": 2, "cp": 4}, {"pp": 4, "cp": 2}, {"pp": 2, "cp": 2, "tp": 2},
-                  {"pp": 2, "fsdp": 2, "cp": 2}]
-CP_OPTIONS = {"parallel.cp_mode": ["ring", "ulysses"], "model.window": [None, 3, [5, None]]}
-FEW_PIPES = {"pipe": [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)],
-             "rounds": [1, 3, "uneven"], "model": ["llama", "qwen3", "capped"]}
-ALL_CP = parity.covering(OPTIONS | CP_OPTIONS | {
-    "layout": CP_LAYOUTS, "model": list(MODELS)})
-ALL_CP_PIPES = parity.covering(PIPE_OPTIONS | CP_OPTIONS | FEW_PIPES | {
-    "layout": CP_PIPES, "parallel.zero": [0, 1, 3], "speed.recompute": ["none", "full"]})
-
-
-@pytest.mark.parametrize("case", ALL_CP, ids=name_of)
-def test_context_parallel_equals_one_process(case, world, truth, tokens):
-    case = dict(case)
-    layout = case.pop("layout")
-    check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
-
-
-@pytest.mark.parametrize("case", ALL_CP_PIPES, ids=name_of)
-def test_context_parallel_pipelines_equal_one_process(case, world, truth, tokens):
-    case = dict(case)
-    check_on_pipe(world, truth, tokens, case.pop("layout"), case)
-
-
-CP_AXES = {"parallel.cp_mode": ["ring", "ulysses"], "parallel.zero": [0, 1, 2, 3],
-           "data.mask_documents": [False, True], "model.window": [None, [5, None]]}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout, cases", parts(
-    CP_LAYOUTS + LARGE_CP, CP_AXES, OPTIONS | CP_OPTIONS | {"model": list(MODELS)}), ids=number)
-def test_every_context_layout(layout, cases, world, truth, tokens):
-    """Modes x zero x documents x windows, and every pair of all options."""
-    for case in cases:
-        case = dict(case)
-        check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout, cases", parts(
-    CP_PIPES + LARGE_CP_PIPES, CP_AXES, PIPE_OPTIONS | CP_OPTIONS | FEW_PIPES), ids=number)
-def test_every_context_pipeline(layout, cases, world, truth, tokens):
-    for case in cases:
-        check_on_pipe(world, truth, tokens, layout, case)
-
-
-ALL = parity.covering(OPTIONS | {"layout": LAYOUTS, "model": list(MODELS)})
-
-
-@pytest.mark.parametrize("case", ALL, ids=name_of)
+@pytest.mark.parametrize("case", DEFAULT, ids=name_of)
 def test_layouts_equal_one_process(case, world, truth, tokens):
-    case = dict(case)
-    layout = case.pop("layout")
-    check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
+    check(world, truth, tokens, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(0, len(ALL), 10))
+def test_every_layout(part, world, truth, tokens):
+    for case in ALL[part : part + 10]:
+        check(world, truth, tokens, case)
 
 
 SAVES = [{}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"fsdp": 2, "cp": 2}]
@@ -406,8 +330,8 @@ def check_resumed(case, world, tokens, root):
                              (case["resumed"], case["zeros"][1], parity.resume_and_run)):
         axes = {k: n for k, n in layout.items() if k != "chunks"}
         chunks = layout.get("chunks", 1)
-        here = on_layout(base | {"parallel.zero": zero, "parallel.chunks": chunks, "rounds": 3,
-                                 "parallel.schedule": "interleaved"}, axes)
+        here = on_layout(base | {"parallel.zero": zero, "rounds": 3,
+                                 "pipe": ("interleaved", chunks)}, axes)
         results = world(math.prod(axes.values())).run(fn, here, str(tokens), str(root), 2)
         saved = saved or results[0]["saved"]
     for got in results:
@@ -416,30 +340,13 @@ def check_resumed(case, world, tokens, root):
         assert parity.compare(got, tail) is None
 
 
-DATA_LAYOUTS = [layout for layout in LAYOUTS + LARGE if "tp" not in layout]
-TP_LAYOUTS = [layout for layout in LAYOUTS + LARGE if "tp" in layout]
-ALL_OPTIONS = OPTIONS | {"model": list(MODELS)}
-LONG = parts(DATA_LAYOUTS, {"parallel.zero": [0, 1, 2, 3], "rounds": [1, 3],
-                            "speed.recompute": ["none", "full"]}, ALL_OPTIONS)
-LONG += parts(TP_LAYOUTS, {"model": list(MODELS), "parallel.zero": [0, 1, 2, 3]}, ALL_OPTIONS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout, cases", LONG, ids=number)
-def test_every_layout(layout, cases, world, truth, tokens):
-    """Data parallel: zero x microbatches x recomputation; tp: models x zero; every pair of all."""
-    for case in cases:
-        case = dict(case)
-        check(world, truth, tokens, layout, MODELS[case.pop("model")] | case)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("zero", [0, 3])
 def test_two_ranks(zero, world, truth, tokens):
     case = {"ignore": "prefix", "rounds": "uneven", "model.dropout": 0.3, "parallel.zero": zero,
             "speed.recompute": "none", "speed.keep_gathered": False}
     for axis in ("fsdp", "tp"):
-        check(world, truth, tokens, {axis: 2}, case)
+        check(world, truth, tokens, case | {"layout": {axis: 2}})
 
 
 def test_stages_are_bit_equal_at_two_ranks(world, tokens):
@@ -485,6 +392,45 @@ def test_bfloat16_reduction_is_asked_for_and_counted(world, truth, tokens):
     assert half["ledger"][key] == [full["ledger"][key][0], full["ledger"][key][1] // 2]
     assert half["ledger"]["shard", "all_gather"] == full["ledger"]["shard", "all_gather"]
     assert 0 < abs(half["norm"][0] / full["norm"][0] - 1) < 2**-8
+
+
+def pairs(cases):
+    """The pairs of values, of two keys, that occur."""
+    return {pair for case in cases for pair in itertools.combinations(
+        [(key, str(value)) for key, value in case.items()], 2)}
+
+
+def coverage():
+    """The text of tests/COVERAGE.md."""
+    lines = ["# What the parity matrix covers", "",
+             "Written by `python tests/test_parity.py`, compared by a test. Each case trains three "
+             "steps on its\nlayout; loss, gradients, norm, parameters, held-out loss and traffic "
+             "are compared on every rank.", "",
+             "| ranks | layouts of pp x dp x fsdp x cp x tp | cases, `pytest` | cases, `-m full` |",
+             "|---|---|---|---|"]
+    count = lambda cases, n: sum(math.prod(c["layout"].values()) == n for c in cases)  # noqa: E731
+    for n in range(2, 9):
+        layouts = sum(math.prod(layout.values()) == n for layout in LAYOUTS)
+        lines.append(f"| {n} | {layouts} | {count(DEFAULT, n)} | {count(ALL, n)} |")
+    lines += [f"| all | {len(LAYOUTS)} | {len(DEFAULT)} | {len(ALL)} |", ""]
+    for words, cases, layouts in (("`pytest`, layouts on up to 4 ranks", DEFAULT, SMALL),
+                                  ("`pytest -m full`, every layout", ALL, LAYOUTS)):
+        options = OPTIONS | {"layout": layouts}
+        wanted = pairs([dict(zip(two, values)) for two in itertools.combinations(options, 2)
+                        for values in itertools.product(*(options[key] for key in two))])
+        lines.append(f"{words}: {len(wanted & pairs(cases)):,} of {len(wanted):,} pairs of values.")
+    lines += ["", "| option | values |", "|---|---|"]
+    lines += [f"| {key} | {', '.join(map(str, values))} |" for key, values in OPTIONS.items()]
+    lines += ["", f"Saved on one layout, resumed on another, tensors bit-equal: {len(PAIRS)} pairs,"
+              f" in full {len(ALL_PAIRS)}."]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.quick
+def test_coverage_is_written_down():
+    text = (pathlib.Path(__file__).parent / "COVERAGE.md").read_text()
+    assert text == coverage(), "run: python tests/test_parity.py"
+    assert all(a == b for a, b in re.findall(r"([\d,]+) of ([\d,]+) pairs of values", text))
 
 
 def test_covering_covers_every_pair():
@@ -536,3 +482,7 @@ def test_compiled_to_machine_code(layout, world, truth, tokens):
     for got in world(2).run(parity.run_case, case | {"speed.compile": True}, str(tokens),
                              timeout=600):
         assert parity.compare(got, want) is None
+
+
+if __name__ == "__main__":
+    (pathlib.Path(__file__).parent / "COVERAGE.md").write_text(coverage())
