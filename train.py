@@ -466,9 +466,9 @@ def save(run, beside=False):
     if saver.done == run.step:
         return root
     meta = {"step": run.step, "samples": run.samples, "config": run.config,
-            "tokenizer": run.tokenizer, "eot": run.loader.sources[0].eot, "loss_scale": run.scale.item(), "good": run.good.item(),
-            "bad": run.bad.item(), "optimizer_step": run.blocks.steps[0][0].item(),
-            "threads": torch.get_num_threads()}
+            "tokenizer": run.tokenizer, "eot": run.loader.sources[0].eot,
+            "loss_scale": run.scale.item(), "good": run.good.item(), "bad": run.bad.item(),
+            "optimizer_step": run.blocks.steps[0][0].item(), "threads": torch.get_num_threads()}
     pieces, who = model_py.pieces(run.blocks, shared=True), (mesh.rank, mesh.world)
     kept = c["keep"], c["keep_every"]
     if beside:

@@ -182,7 +182,7 @@ def contents(folder):
 def alone(folder, argv):
     """The run to its end, in one go. Returns the seconds it took."""
     pids, codes, began = start(folder, argv), {}, time.time()
-    if not ended(pids, codes, 600) or set(codes.values()) != {0}:
+    if not ended(pids, codes, 3600) or set(codes.values()) != {0}:
         said = pathlib.Path(f"{folder}-0.txt").read_text()
         raise AssertionError(f"a run that was not killed ended with {codes}: {said[-2000:]}")
     return time.time() - began
