@@ -747,6 +747,88 @@ class Log:
             f"{memory:.2f} GB  {left // 60:.0f}m{left % 60:02.0f}s left")
 
 
+# ---- Plot -----------------------------------------------------------------------------------
+def curves(file):
+    """[(step, loss)] of training and of held-out data in a metrics.jsonl, each step once and in
+    order; what is not finite is left out."""
+    found = {"loss": {}, "val_loss": {}}
+    for row in map(json.loads, file.read_text().splitlines()):
+        for key in found:
+            if math.isfinite(row.get(key, math.nan)):
+                found[key][row["step"]] = row[key]
+    return [sorted(points.items()) for points in found.values()]
+
+
+def smooth(points):
+    """At most some 600 of the points, each the mean of up to 1/25 of all of them, as many before
+    it as after: a straight line stays as it is."""
+    n, out = len(points), []
+    for i in sorted({*range(0, n, n // 600 + 1), n - 1}):
+        k = min(i, n - 1 - i, n // 50)
+        out.append((points[i][0], statistics.fmean(loss for _, loss in points[i - k : i + k + 1])))
+    return out
+
+
+def frame(line, dots):
+    """place(step, loss) -> (across, up), as fractions of the picture that holds all points; the
+    steps and losses at 0, 1/4 .. 1 of it; the name of the axis of steps. That is logarithmic if
+    the first tenth of the line makes more than half of its way down."""
+    (steps, losses), (first, top) = zip(*line, *dots), line[0]
+    early = min(loss for step, loss in line if step <= first + (line[-1][0] - first) / 10)
+    log = top - early > (top - min(loss for _, loss in line)) / 2
+    scale, back = (math.log, math.exp) if log else (float, float)
+    left, width = scale(min(steps)), scale(max(steps)) - scale(min(steps))
+    low, height = min(losses), max(losses) - min(losses) or 1.0
+    place = lambda step, loss: ((scale(step) - left) / width, (loss - low) / height)  # noqa: E731
+    return (place, [round(back(left + width * i / 4)) for i in range(5)],
+            [f"{low + height * i / 4:.4g}" for i in range(5)], "steps" + " (log)" * log)
+
+
+def as_text(line, dots, w=60, h=12):
+    """The picture in (w + 1) x (h + 1) characters: the line, and over it the dots."""
+    (place, steps, losses, axis), cells = frame(line, dots), [[" "] * (w + 1) for _ in range(h + 1)]
+    for (x, y), (x2, y2) in itertools.pairwise(place(*point) for point in line):
+        n = math.ceil(max((x2 - x) * w, abs(y2 - y) * h, 1) - 1e-6)  # no more than a cell a step
+        for i in range(n + 1):
+            cells[round((1 - y - (y2 - y) * i / n) * h)][round((x + (x2 - x) * i / n) * w)] = "."
+    for x, y in (place(*point) for point in dots):
+        cells[round((1 - y) * h)][round(x * w)] = "o"
+    at = dict(zip(range(h, -1, -h // 4), losses))
+    rows = [f"{at.get(i, ''):>11} |" + "".join(row).rstrip() for i, row in enumerate(cells)]
+    return "\n".join([f"{'loss':>11}   . training, smoothed   o held out", *rows,
+                      f"{'':12}+" + f"{'+':->{w // 4}}" * 4,
+                      f"{axis:>11}  " + "".join(f"{step:<{w // 4}}" for step in steps).rstrip()])
+
+
+def as_svg(line, dots):
+    """The same picture as an image."""
+    place, steps, losses, axis = frame(line, dots)
+    at = lambda x, y: (round(60 + 560 * x, 2), round(340 - 310 * y, 2))  # noqa: E731
+    path, circles = ([at(*place(*point)) for point in points] for points in (line, dots))
+    ticks = [(*at(i / 4, i / 4), step, loss) for i, (step, loss) in enumerate(zip(steps, losses))]
+    grid = "".join(f"M60 {y}H620M{x} 30V340" for x, y, *_ in ticks)
+    return "\n".join([
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 380" font-family="sans-serif" '
+        'font-size="12">', '<rect width="640" height="380" fill="white"/>',
+        f'<text x="60" y="18">loss: training (line, smoothed), held out (dots); {axis}</text>',
+        f'<path d="{grid}" stroke="#ddd"/>',
+        *[f'<text x="{x}" y="358" text-anchor="middle">{step}</text>' for x, _, step, _ in ticks],
+        *[f'<text x="54" y="{y}" text-anchor="end">{loss}</text>' for _, y, _, loss in ticks],
+        f'<polyline points="{" ".join(f"{x},{y}" for x, y in path)}" fill="none" stroke="#27c"/>',
+        *[f'<circle cx="{x}" cy="{y}" r="4" fill="#d52"/>' for x, y in circles], "</svg>\n"])
+
+
+def plot(run):
+    """The losses of the whole run, as metrics.jsonl has them, on the terminal and in loss.svg."""
+    if run.mesh.rank:
+        return
+    folder = pathlib.Path(run.config["run"]["dir"])
+    line, dots = curves(folder / "metrics.jsonl")
+    if len(line) >= 2:
+        say(run, as_text(smooth(line), dots))
+        (folder / "loss.svg").write_text(as_svg(smooth(line), dots))
+
+
 # ---- Loop -----------------------------------------------------------------------------------
 def train(run, log, stop):
     """Steps until train.steps, or until any rank is asked to stop. Returns True if stopped."""
@@ -853,11 +935,12 @@ def introduce(run, sizes):
 
 
 def finish(run, log, stopped):
-    """Evaluate, save, show some text."""
+    """Evaluate, save, show the losses and some text."""
     log.flush()
     if not stopped:
         report(run, log)
     say(run, f"checkpoint of step {run.step} in {save(run)}")
+    plot(run)
     n = run.config["log"]["sample"]
     if n and not stopped:
         tokenizer = data.load_tokenizer(run.tokenizer)

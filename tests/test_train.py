@@ -295,6 +295,10 @@ def test_a_run_leaves_what_it_promises(finished):
     assert config["model"]["vocab_size"] == 257 and config["speed"]["dtype"] == "float32"
     assert (run / "source" / "train.py").read_text() == (ROOT / "train.py").read_text()
     assert [step for step, _ in checkpoint.checkpoints(run / "checkpoints")] == [6]
+    losses, held_out = train.curves(run / "metrics.jsonl")
+    assert losses == [(s, row["loss"]) for s, row in rows.items()] and held_out[0][0] == 6
+    assert train.as_text(losses, held_out) in done.stdout
+    assert (run / "loss.svg").read_text() == train.as_svg(losses, held_out)
 
 
 def test_a_finished_run_says_so(finished, text):
@@ -340,6 +344,7 @@ def test_resuming_is_bit_exact(text, tmp_path, extra):
     assert again.returncode == 0 and ("resumed" in again.stdout or "already" in again.stdout)
     a, b = records(tmp_path / "whole"), records(run)
     assert {s: r["loss"] for s, r in a.items()} == {s: r["loss"] for s, r in b.items()}
+    assert train.curves(run / "metrics.jsonl") == train.curves(tmp_path / "whole/metrics.jsonl")
     assert same_tensors(tmp_path / "whole", run)
 
 
@@ -362,6 +367,7 @@ def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_pat
     done = shell(text, tmp_path / "two", "checkpoint.every=3", where, *split, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "sent by rank 0 in the first step" in done.stdout and words in done.stdout
+    assert done.stdout.count("training, smoothed") == 1 and (tmp_path / "two/loss.svg").exists()
     assert "crosses the network" not in done.stdout
     one, two = records(finished[0]), records(tmp_path / "two")
     for step in one:
