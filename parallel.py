@@ -25,7 +25,7 @@ does in backward.
 With one rank on an axis each of them is the identity, and no collective is called: one process is
 the specification that every layout has to reproduce.
 
-    python parallel.py                      draws the grid of a layout
+    python parallel.py                      draws a layout, a schedule, the steps of a ring
     python parallel.py interleaved 4 8 2    the timeline of a schedule: 4 ranks, 8 microbatches
 """
 
@@ -1473,6 +1473,28 @@ def attention_work(T, c, mode, lo, window=None):
     return [int(chunks[list(chunks_of(c, rank, mode)[0])].sum()) for rank in range(c)]
 
 
+def draw_ring(c):
+    """A line for each chunk of queries, by rank; beside it for each step the chunks of keys: those
+    that the rank then has are computed (#, half of it, \\, of the chunk itself) or not (-)."""
+    lines, work = [], [[0] * c for _ in range(c)]
+    for rank in range(c):
+        mine, steps = chunks_of(c, rank, "ring")[0], attention_steps(2 * c, c, rank, "ring", "cpu")
+        rows = {q: [["."] * 2 * c for _ in range(c)] for q in mine}
+        for i, (q, row) in product(range(c), rows.items()):
+            other = (rank - i) % c
+            step, keys = steps[other], chunks_of(c, other, "ring")[0]
+            for k in keys:
+                seen = q in mine[step.q] and k in keys[step.k] and (k <= q or step.hi is not None)
+                row[i][k] = "\\" if k == q else "#" if seen else "-"
+                work[i][rank] += (1 - 0.5 * (k == q)) * seen
+        lines += [(f"rank {rank}  chunk {q}", map("".join, rows[q])) for q in mine]
+    lines = [("", [f"step {i}" for i in range(c)]), *lines,
+             ("pairs, by rank", [" ".join(f"{n:g}" for n in row) for row in work])]
+    wide = max(2 * c + 1, 6)
+    return "\n".join(f"{name:<16}" + "".join(f" {text:<{wide}}" for text in texts).rstrip()
+                     for name, texts in lines)
+
+
 def merge_lse(o, lse, o_more, lse_more):
     """Adds to attention over some keys (o [B, T, H, d] in float32, lse [B, H, T]: both changed)
     that over more keys. o is the mean of the two with weights exp(lse); of nothing (-inf) 0."""
@@ -2019,7 +2041,7 @@ def weight(flow, j, c):
 
 
 def main():
-    """Draw a layout's grid, or the timeline of a schedule."""
+    """Draw the timeline of a schedule; or a layout's grid, a schedule, and the steps of a ring."""
     if len(sys.argv) > 1:
         name, (p, m, v) = sys.argv[1], map(int, (*sys.argv[2:], 1)[:3])
         if name not in SCHEDULES:
@@ -2028,6 +2050,10 @@ def main():
     print("8 ranks as dp 2 x fsdp 2 x tp 2; a row is a group that splits each layer (tp)\n")
     for rank in range(0, 8, 2):
         print(f"    dp {rank // 4}  fsdp {rank // 2 % 2}   | rank {rank}  rank {rank + 1} |")
+    print("\npp 4, 1f1b, 6 microbatches: their forwards (3) and backwards (A3=) in time\n\n"
+          + draw(one_forward_one_backward(4, 6)))
+    print("\ncp 4, ring: two chunks of each sequence a rank; keys go round. Which it computes in "
+          "each step:\n# whole, \\ the causal half, - none, . are elsewhere\n\n" + draw_ring(4))
 
 
 if __name__ == "__main__":

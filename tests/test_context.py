@@ -308,3 +308,33 @@ def rms(parts, c, n, want):
     square = sum((part[n].double() - want[:, held(c, r, "ring", T)]).square().sum()
                  for r, part in enumerate(parts))
     return float((square / want.numel()).sqrt())
+
+
+@quick
+def test_the_picture_of_a_ring(capsys, monkeypatch):
+    """Two ranks by hand. Four: in step i rank r has the keys of chunks r-i and 7-(r-i). Of all
+    pairs a chunk of queries meets, in one step, each one before it whole and itself by half."""
+    assert parallel.draw_ring(2) == """\
+                 step 0 step 1
+rank 0  chunk 0  \\..-   .--.
+rank 0  chunk 3  #..\\   .##.
+rank 1  chunk 1  .\\-.   #..-
+rank 1  chunk 2  .#\\.   #..-
+pairs, by rank   2 2    2 2"""
+    monkeypatch.setattr("sys.argv", ["parallel.py"])
+    parallel.main()
+    shown = capsys.readouterr().out
+    assert "rank 6  rank 7" in shown and "bubble 33.3%" in shown and parallel.draw_ring(4) in shown
+    assert len(shown.splitlines()) <= 30 and max(map(len, shown.splitlines())) <= 100
+    rows = [line[17:].split() for line in parallel.draw_ring(4).splitlines()[1:-1]]
+    queries = [q for rank in range(4) for q in (rank, 7 - rank)]
+    met = {}
+    for at, (q, steps) in enumerate(zip(queries, rows)):
+        for i, marks in enumerate(steps):
+            other = (at // 2 - i) % 4
+            assert [k for k, mark in enumerate(marks) if mark != "."] == [other, 7 - other]
+            for k, mark in enumerate(marks):
+                if mark not in ".-":
+                    met.setdefault((q, k), []).append(mark)
+    assert met == {(q, k): ["\\" if q == k else "#"] for q in range(8) for k in range(q + 1)}
+    assert parallel.draw_ring(4).splitlines()[-1].split()[3:] == ["2"] * 16
