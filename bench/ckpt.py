@@ -13,11 +13,14 @@ one). Saves end when their bytes are on the disk (both call fsync); loads read t
     step    seconds of a step beside which nothing is saved (median)
     lost    seconds that training loses to a save: stall and longer steps
     slow    the mean step that begins while this rank writes, over `step`
-    save, load    GB/s of all ranks together, nothing beside them"""
+    save, load    GB/s of all ranks together, nothing beside them
+
+Last comes `@bench [{"what", "unit", "ours", "theirs"}, ...]`, each round of ours and of DCP."""
 
 import argparse
 import collections
 import functools
+import json
 import pathlib
 import shutil
 import statistics
@@ -49,7 +52,7 @@ def build(folder, args):
     dist.barrier()
     config, n = train.load_config([]), args.ranks
     train.merge(config, {
-        "model": {"n_layer": args.layers, "d_model": 512, "n_head": 8, "n_kv_head": 4,
+        "model": {"n_layer": args.layers, "d_model": args.width, "n_head": 8, "n_kv_head": 4,
                   "d_ff": 1408, "vocab_size": 8192, "tied": False},
         "data": {"path": str(folder / "tokens"), "seq_len": 64}, "checkpoint": {"keep": 1},
         "train": {"steps": 10**6, "global_batch": n}, "run": {"dir": str(folder / "run")},
@@ -131,7 +134,8 @@ def measure(run, folder, args):
             shutil.rmtree(folder / "dcp", ignore_errors=True)
             row = {"stall": stall, "done": until, "step": plain, "lost": stall + sum(
                        seconds - plain for _, seconds in times),
-                   "slow": statistics.mean(s for writing, s in times if writing) / plain}
+                   "slow": statistics.mean([s for writing, s in times if writing] or [plain])
+                   / plain}
             step(run)
             if name != "kept":
                 row["save"], row["load"] = alone(run, name, folder / "dcp")
@@ -140,6 +144,19 @@ def measure(run, folder, args):
             dist.barrier()
     run.loader.close()
     return rows
+
+
+def records(rows, size):
+    """What bench/compare.py reads."""
+    names = {"stall": "stall of the training thread",
+             "slow": "step while it writes, over one without",
+             "done": "until all ranks know that it is complete",
+             "save": "save alone", "load": "load, page cache"}
+    for key, what in names.items():
+        unit = "GB/s" if key in ("save", "load") else "x" if key == "slow" else "s"
+        scale = (lambda x: size / 1e9 / x) if unit == "GB/s" else float
+        yield {"what": what, "unit": unit, "ours": [scale(row[key]) for row in rows["ours"]],
+               "theirs": [scale(row[key]) for row in rows["dcp"]]}
 
 
 def spread(x):
@@ -151,6 +168,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dir")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -177,6 +195,7 @@ def main():
             over = [row[key] / dcp[key] for row, dcp in zip(of_rounds, rows["dcp"])]
             over = [1 / ratio for ratio in over] if fast else over
             print(f"{name:<5} {key:<6}", spread(x), "  over dcp's", spread(over))
+    print("@bench", json.dumps([*records(rows, size)]))
 
 
 if __name__ == "__main__":

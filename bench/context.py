@@ -3,11 +3,13 @@
     B='python bench/context.py'
     python bench/duel.py share="$B share" ring="$B ring" ulysses="$B ulysses"
     python bench/duel.py single="$B single" ring="$B ring"      what two ranks gain over one
+    python bench/duel.py torch="$B torch" ring="$B ring"        torch's own context_parallel
 
 `share` is the ring with the communication taken out: a rank computes the same steps of attention,
 on keys that are its own each time, and no gradient is summed. Its losses mean nothing, its time is
-that of a rank's share of the work. Speaks the protocol of bench/step.py; a step is forward,
-backward and fused AdamW in float32, no clipping."""
+that of a rank's share of the work. torch's side is the plain Llama of bench/tensor.py; its
+context_parallel has, in torch 2.13, no rule for a CPU's attention, and says so. Speaks the protocol
+of bench/step.py; a step is forward, backward and fused AdamW in float32, no clipping."""
 
 import argparse
 import pathlib
@@ -15,6 +17,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -50,9 +53,32 @@ class Ours(tensor.Ours):
         return parallel.all_reduce(self.mesh, super().step(tokens, targets), "loss")
 
 
+class Torch(tensor.Torch):
+    def __init__(self, cfg, args):
+        super().__init__(cfg, args)
+        self.mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self.whole_tables = self.module.tables
+
+    def step(self, tokens, targets):
+        """The mean over a rank's tokens, and the mean of the ranks' gradients."""
+        from torch.distributed.tensor.experimental import context_parallel
+
+        tables = self.module.tables = [table.clone() for table in self.whole_tables]
+        with context_parallel(self.mesh, buffers=[tokens, targets, *tables],
+                              buffer_seq_dims=[1, 1, 0, 0]):
+            loss = F.cross_entropy(self.module(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        self.opt.step()
+        self.opt.zero_grad(set_to_none=True)
+        return loss
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("system", choices=["ring", "ulysses", "share", "single"])
+    parser.add_argument("system", choices=["ring", "ulysses", "share", "single", "torch"])
     parser.add_argument("--shape", default="long", choices=SHAPES)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--ranks", type=int, default=2)
@@ -61,7 +87,8 @@ def main():
     torch.set_num_threads(1)
     parallel.start("cpu")
     cfg = config_of(args.shape)
-    serve(Ours(cfg, args).step, args, cfg, seed=0, count=SHAPES[args.shape][-1] * cfg.max_len)
+    trainer = (Torch if args.system == "torch" else Ours)(cfg, args)
+    serve(trainer.step, args, cfg, seed=0, count=SHAPES[args.shape][-1] * cfg.max_len)
     parallel.stop()
     for child in children:
         child.wait()

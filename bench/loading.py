@@ -6,11 +6,13 @@
     tiktoken's encode_ordinary_batch(num_threads=2) on the same texts in memory.
 (b) A batch from a memory map: Loader.step against the usual idiom (map reopened, slices stacked).
 
-Prints medians of alternating runs, and the ratio with its smallest and largest turn.
+Prints medians of alternating runs, and the ratio with its smallest and largest turn. Last comes
+`@bench [{"what", "unit", "ours", "theirs"}, ...]`, each turn of both.
 """
 import argparse
 import functools
 import itertools
+import json
 import os
 import platform
 import statistics
@@ -37,20 +39,25 @@ def timed(fn):
 
 
 def duel(turns, ours, theirs):
-    """(median of ours, of theirs, ratios per turn): who goes first alternates."""
+    """Seconds a turn, of ours and of theirs: who goes first alternates."""
     ours(), theirs()
     times = ([], [])
     for turn in range(turns):
         for which in ((0, 1), (1, 0))[turn % 2]:
             times[which].append(timed((ours, theirs)[which]))
-    return *map(statistics.median, times), sorted(b / a for a, b in zip(*times))
+    return times
 
 
-def report(name, unit, ours, theirs, ratios, goal):
+def report(name, unit, times, scale, goal):
+    """`scale`: seconds -> the unit. Returns what bench/compare.py reads."""
+    ratios = sorted(b / a for a, b in zip(*times))
+    ours, theirs = ([scale(t) for t in side] for side in times)
     median = statistics.median(ratios)
-    print(f"{name}: ours {ours:.4g} {unit}, theirs {theirs:.4g} {unit}, ratio {median:.2f} "
+    print(f"{name}: ours {statistics.median(ours):.4g} {unit}, theirs "
+          f"{statistics.median(theirs):.4g} {unit}, ratio {median:.2f} "
           f"({ratios[0]:.2f} to {ratios[-1]:.2f}), goal {goal}: "
           f"{'met' if median >= goal else 'NOT met'}")
+    return {"what": name, "unit": unit, "ours": ours, "theirs": theirs}
 
 
 def tokenizing(paths, ranks, turns):
@@ -70,14 +77,15 @@ def tokenizing(paths, ranks, turns):
         def theirs():
             counts.append(sum(map(len, tok.bpe.encode_ordinary_batch(texts, num_threads=2))))
 
-        a, b, ratios = duel(turns, ours, theirs)
+        times = duel(turns, ours, theirs)
     print(f"{len(files)} files, {size:.1f} MB, tokens: ours {counts[0]}, theirs {counts[1]}")
-    report("tokenizing, 2 processes against 2 threads", "MB/s", size / a, size / b, ratios, 1.2)
+    return report("tokenizing, 2 processes against tiktoken's 2 threads", "MB/s", times,
+                  lambda t: size / t, 1.2)
 
 
-def batches(turns, b, T, n=300):
+def batches(turns, b, T, size, n=300):
     with tempfile.TemporaryDirectory() as folder:
-        data.synth(folder, tokens=50_000_000, vocab=50257, docs=1000)
+        data.synth(folder, tokens=size, vocab=50257, docs=1000)
         loader = data.Loader([data.Tokens(folder)], None, T, 0, b, b)
 
         def ours():
@@ -86,13 +94,13 @@ def batches(turns, b, T, n=300):
 
         def theirs():
             for _ in range(n):
-                m = np.memmap(loader.sources[0].files[0], np.uint16, "r", 128, (50_000_000,))
+                m = np.memmap(loader.sources[0].files[0], np.uint16, "r", 128, (size,))
                 at = torch.randint(len(m) - T, (b,))
                 torch.stack([torch.from_numpy(m[i : i + T].astype(np.int64)) for i in at])
                 torch.stack([torch.from_numpy(m[i + 1 : i + 1 + T].astype(np.int64)) for i in at])
 
-        x, y, ratios = duel(turns, ours, theirs)
-    report(f"batch of {b} x {T}", "us", x / n * 1e6, y / n * 1e6, ratios, 5)
+        times = duel(turns, ours, theirs)
+    return report(f"batch of {b} x {T}, over nanoGPT's way", "us", times, lambda t: t / n * 1e6, 5)
 
 
 def main():
@@ -101,14 +109,17 @@ def main():
     ap.add_argument("--text", nargs="+", default=[sysconfig.get_path("stdlib") + "/" + g
                                                   for g in ("*.py", "[a-rt-z]*/*.py")])
     ap.add_argument("--turns", type=int, default=7)
+    ap.add_argument("--skip-batches", action="store_true")
+    ap.add_argument("--tokens", type=int, default=50_000_000, help="in the file of the batches")
     args = ap.parse_args()
     torch.set_num_threads(1)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
           f"numpy {np.__version__}, torch {torch.__version__}, tiktoken {tiktoken.__version__}")
-    for b, T in ((8, 256), (4, 512), (12, 1024)):
-        batches(args.turns, b, T)
+    shapes = [] if args.skip_batches else [(8, 256), (4, 512), (12, 1024)]
+    found = [batches(args.turns, b, T, args.tokens) for b, T in shapes]
     if args.ranks:
-        tokenizing(args.text, args.ranks, args.turns)
+        found.append(tokenizing(args.text, args.ranks, args.turns))
+    print("@bench", json.dumps(found))
 
 
 if __name__ == "__main__":

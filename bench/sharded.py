@@ -31,7 +31,7 @@ import train  # noqa: E402
 SHAPES = {  # layers, width, heads, kv heads, ffn, sequence, vocabulary, sequences a rank
     "llama": (8, 512, 8, 4, 1408, 512, 8192, 4),
     "large": (16, 768, 12, 4, 2048, 512, 16384, 2),
-    "tiny": (4, 64, 4, 2, 176, 64, 512, 2),
+    "tiny": (2, 64, 4, 2, 176, 64, 512, 2),
 }
 
 
@@ -128,9 +128,10 @@ def peak_rss_mb():
             return int(line.split()[1]) // 1024
 
 
-def serve(take_step, args, cfg, seed, count):
+def serve(take_step, args, cfg, seed, count, params=None):
     """Warm up, then do what rank 0 reads from stdin and passes on. A step is take_step(tokens,
-    targets) on random tokens; all ranks together train on `count` tokens in it."""
+    targets) on random tokens; all ranks together train on `count` tokens in it. `params`: how many
+    the model has, if it is not our Llama."""
     batch, rank, n = SHAPES[args.shape][-1], dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
 
@@ -152,7 +153,7 @@ def serve(take_step, args, cfg, seed, count):
 
     heads = cfg.d_head * (cfg.n_head + cfg.n_kv_head)
     layer = cfg.d_model * (2 + 2 * heads + 3 * cfg.d_ff)
-    params = cfg.n_layer * layer + cfg.d_model * (2 * cfg.vocab_size + 1)
+    params = params or cfg.n_layer * layer + cfg.d_model * (2 * cfg.vocab_size + 1)
     say(ready=True, params=params, tokens_per_step=count)
     while True:
         line = [sys.stdin.readline() if rank == 0 else None]

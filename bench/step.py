@@ -32,7 +32,10 @@ SHAPES = {  # model section, sequence length, vocabulary, sequences a step
     "gpt2-bytes": (GPT2, 256, 256, 8),
     "llama": ({"n_layer": 8, "d_model": 512, "n_head": 8, "n_kv_head": 4, "d_ff": 1408,
                "tied": False}, 512, 8192, 4),
-    "tiny": ({"n_layer": 2, "d_model": 64, "n_head": 4, "n_kv_head": 2, "d_ff": 128}, 64, 256, 8),
+    "gpt2-tiny": (GPT2 | {"n_layer": 2, "d_model": 64, "n_head": 4, "n_kv_head": 4, "d_ff": 256},
+                  64, 512, 2),
+    "tiny": ({"n_layer": 2, "d_model": 64, "n_head": 4, "n_kv_head": 2, "d_ff": 176,
+              "tied": False}, 64, 512, 2),
 }
 
 
