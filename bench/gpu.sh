@@ -29,5 +29,6 @@ part table python bench/gpu.py
 part table python bench/gpu.py --step configs/gpt2-124m.yaml
 part table python bench/gpu.py --step configs/llama3-1b.yaml
 part text python bench/ops.py
+part table python bench/compare.py --only checkpoint data --out ''
 say "" "In $out"
 exit $failed
