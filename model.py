@@ -390,7 +390,7 @@ class Head(nn.Module):
         the vocabulary. `at`: its index here, None where another cp rank has it. All-gathers over tp
         of x and of the logits, a sum over cp."""
         x = all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")  # [T, B, D]
-        x = torch.zeros_like(x[0]) if at is None else x[at]
+        x = torch.zeros_like(x[0]) if at is None else x[at].contiguous()
         x = all_reduce(self.mesh, x, "cp", what="sampling")
         logits = all_gather(self.mesh, F.linear(self.weight, x), "tp", "sampling")  # [rows, B]
         logits = logits[: self.vocab].t().float()

@@ -220,6 +220,7 @@ def all_reduce(mesh, x, axis, op="sum", wait=True, what=""):
     n = mesh.size[axis]
     if n == 1:
         return x if wait else None
+    assert x.is_contiguous(), (x.shape, x.stride())  # gloo would take what lies between as well
     nbytes = 2 * x.numel() * x.element_size() * (n - 1) // n
     name = count(mesh, axis, f"all_reduce {op}", nbytes, what)
     how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]

@@ -61,7 +61,8 @@ def test_generation_never_draws_padding_and_stops(tokens):
 
 def sample_on(case, folder):
     run = parity.prepare(case, folder)
-    return model.generate(run.model, run.blocks, torch.zeros(1, 2, dtype=torch.int64), 16, top_k=9)
+    start = torch.tensor([[0, 0], [1, 2], [3, 4]])
+    return model.generate(run.model, run.blocks, start, 16, top_k=9)
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"cp": 2},
