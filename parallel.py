@@ -1017,7 +1017,12 @@ class Blocks:
         for j in list(ahead)[: self.prefetch]:
             for b in self.uses[j]:
                 self.start_gather(b)
-        for b in self.uses[i]:
+        self.arrive(self.uses[i])
+
+    def arrive(self, blocks=None):
+        """The gathers of these blocks (of all) that are under way are done: what they write, also
+        over this rank's own piece, is written."""
+        for b in range(len(self.sizes)) if blocks is None else blocks:
             if self.gathering[b] is not None:
                 self.gathering[b].wait()
                 self.gathering[b], self.whole[b] = None, True
@@ -1036,6 +1041,7 @@ class Blocks:
     def refresh(self):
         """Bring the compute copy up to date with the master weights: a cast and, at zero 1 and 2,
         an all-gather of each block, which the next forward waits for block by block."""
+        self.arrive()
         if self.piece is not self.master and not self.offload:
             torch._foreach_copy_(self.piece, self.master)
         elif self.offload:
@@ -1260,6 +1266,7 @@ class Blocks:
     def state(self, shared=False):
         """(kind, Param, data, start) of what a checkpoint holds, as `local` gives it. `shared`:
         only the slice of it that this replica is to write."""
+        self.arrive()  # a gather that ends later would write over what is loaded
         for kind, buffers in (("param", self.master), ("exp_avg", self.exp_avg),
                               ("exp_avg_sq", self.exp_avg_sq)):
             for p in self.params:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import unittest.mock
 
 import parity
 import pytest
@@ -440,6 +441,43 @@ def test_live_bytes_are_the_table_s(zero, dtype, c, world):
     assert seen["at rest"] == weights + grads + state
     ends = sizes[0] + sizes[-1]
     assert seen["in a block"] <= weights + grads + state + (c + 4) * ends
+
+
+def refresh_again(case, folder):
+    """Weights are drawn, then others come from a checkpoint, whose pieces `state` gives: how many
+    gathers into the same buffer were under way at once, and while there were pieces."""
+    run, real = parity.prepare(case, folder), parallel.all_gather_into
+    at_once, most = collections.Counter(), []
+
+    def start(mesh, out, *args):
+        handle, key = real(mesh, out, *args), out.data_ptr()
+        at_once[key] += 1
+        most.append(at_once[key])
+
+        def finish():
+            at_once[key] -= 1
+            return handle.wait()
+
+        return parallel.Handle(None, finish)
+
+    with unittest.mock.patch.object(parallel, "all_gather_into", start):
+        run.blocks.refresh()
+        next(run.blocks.state())
+        late = sum(at_once.values())
+        run.blocks.refresh()
+        run.blocks.refresh()
+        for i in range(len(run.blocks.sizes)):
+            run.blocks.gather(i)
+    return most, late
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_weights_that_are_gathered_again_arrive_last(zero, world):
+    """Two gathers into one buffer may end in any order: the second waits for the first, and so does
+    a checkpoint that is loaded."""
+    case = {"parallel.dp": 1, "parallel.fsdp": 2, "parallel.zero": zero}
+    for most, late in world(2).run(refresh_again, case, synth()):
+        assert len(most) > 4 and set(most) == {1} and late == 0
 
 
 # ---------------------------------------------------------------------------------------------
