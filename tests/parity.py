@@ -169,25 +169,36 @@ def run_case(case, folder, steps=3, return_init=False):
 def go(run, steps, after=None):
     """`steps` steps from where the run is; losses, norms, logical gradients and parameters. After
     each, after()."""
-    out = {"loss": [], "norm": [], "grads": [], "count": [], "pairs": [],
-           "sizes": run.blocks.sizes}
-    run.loader.start(run.samples)
-    run.mesh.ledger.clear()
+    out = first(run)
     for _ in range(steps):
-        _, batches, pending = train.next_batch(run, False)
-        count, _, pairs, *_ = pending.wait()
-        loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
+        skipped = one_step(run, out)
         assert not skipped
-        out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
-        out["loss"].append(loss)
-        out["norm"].append(norm)
-        out["count"].append(count)
-        out["pairs"].append(pairs)
-        out["grads"].append(logical(run.blocks, run.blocks.grad))
         if after:
             after()
     out["params"] = logical(run.blocks, run.blocks.master)
     return out
+
+
+def first(run):
+    """The run is about to begin: an empty result."""
+    run.loader.start(run.samples)
+    run.mesh.ledger.clear()
+    return {"loss": [], "norm": [], "grads": [], "count": [], "pairs": [],
+            "sizes": run.blocks.sizes}
+
+
+def one_step(run, out):
+    """A step, entered into `out`. Was the update skipped?"""
+    _, batches, pending = train.next_batch(run, False)
+    count, _, pairs, *_ = pending.wait()
+    loss, norm, skipped, _ = train.train_step(run, batches, count).tolist()
+    out.setdefault("ledger", {k: list(v) for k, v in run.mesh.ledger.items()})
+    out["loss"].append(loss)
+    out["norm"].append(norm)
+    out["count"].append(count)
+    out["pairs"].append(pairs)
+    out["grads"].append(logical(run.blocks, run.blocks.grad))
+    return bool(skipped)
 
 
 def run_compiled(case, folder):
