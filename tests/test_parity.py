@@ -114,9 +114,9 @@ def on_layout(case, layout):
     parts = math.lcm(2 * cp, cp * tp)
     sizes = {"model.n_head": n_head, "model.n_kv_head": kv, "model.d_head": 2,
              "model.d_ff": 2 * n_head, "train.global_batch": 4 * odd,
+             "parallel.schedule": schedule, "parallel.chunks": chunks,
              "data.seq_len": -(-max(12, 6 * cp) // parts) * parts}
     axes = {f"parallel.{axis}": layout.get(axis, 1) for axis in AXES}
-    axes |= {"parallel.schedule": schedule, "parallel.chunks": chunks}
     return sizes | case | {"train.microbatch": size} | axes
 
 
