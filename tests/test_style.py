@@ -138,6 +138,13 @@ def test_a_module_copied_alone_works(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_readme_counts_the_lines():
+    text = (ROOT / "README.md").read_text()
+    for path in FILES:
+        lines = len(path.read_text().splitlines())
+        assert f"| `{path.name}` | {round(lines, -2)} |" in text, (path.name, lines)
+
+
 def test_readme_names_what_exists():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`([\w/.-]+\.(?:py|yaml|md|sh|txt))`", text):
