@@ -24,6 +24,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 triton, jit = None, lambda fn: fn
@@ -56,8 +57,13 @@ def emulated_dtypes():
 EMULATED = emulated_dtypes()
 
 
+def on_cpu(x):
+    """Not so a tensor that only has a shape: a dry run's, which stands for one on a GPU."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
+
+
 def emulated(x):
-    return x.device.type == "cpu" and x.dtype in EMULATED
+    return x.dtype in EMULATED and on_cpu(x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -647,7 +653,7 @@ def fused(q, k, lo, hi, softcap):
     plain = lo is None and (hi is None or not torch.is_tensor(hi)) and softcap is None
     if q.is_cuda:
         return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return plain and max(q.shape[1], k.shape[1]) > SHORT
+    return plain and (not on_cpu(q) or max(q.shape[1], k.shape[1]) > SHORT)
 
 
 def fused_forward(q, k, v, causal, scale):
@@ -1164,7 +1170,7 @@ def add_weight_grad_(acc, g, x, scratch):
     blocks that stay in the cache; elsewhere one product is made and added."""
     if acc.dtype == x.dtype:
         acc.addmm_(g.t(), x)
-    elif acc.device.type != "cpu":
+    elif not on_cpu(acc):
         acc.add_(g.t() @ x)
     else:
         for i in range(0, acc.shape[0], 4096):
@@ -1199,7 +1205,7 @@ def ce_forward(x, weight, local, softcap, scratch, how="auto"):
         return sums, (x, weight, local, z, None, tile, softcap, scratch, dtype)
     p = z if softcap is None else kept(scratch, "prob", z.shape, z)
     if x.dtype != kind:
-        rows = 16 if x.device.type == "cpu" else len(x)
+        rows = 16 if on_cpu(x) else len(x)
         tile = kept(scratch, "tile", (rows, V), x.new_empty(0, dtype=kind))
     m, s, hit = ce_local_(z, p, local, softcap, tile)
     return (m, s, hit), (x, weight, local, z, p, tile, softcap, scratch, dtype)

@@ -79,6 +79,7 @@ class Mesh:
     world: int = 1
     control: object = None
     patience: tuple = ()  # on a CPU (parallel.timeout,): gloo's sends and receives want to be told
+    simulated: bool = False  # one process plays one rank of a world that is not there, of GPUs
     ledger: dict = dataclasses.field(default_factory=dict)
 
 
@@ -117,6 +118,14 @@ def clean(store, rank, world):
     if missing:
         raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come within 600 s")
     return dist.PrefixStore(me, store)
+
+
+def pretend(rank, world):
+    """Be one rank of a world that is not there: torch's fake process group moves nothing, at once.
+    What an operation gives is then whatever was in its result before."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    if world > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def ranks_of_node():  # as started by torchrun
@@ -186,12 +195,12 @@ def build_mesh(sizes, device, timeout=600):
         if axes not in made:
             made[axes] = grid[axes]._flatten(name).get_group()
         mesh.group[name] = made[axes]
-    simulated = dist.get_backend() == "fake"  # one process plays one rank of a world that is not
-    mesh.control = dist.new_group(backend=None if simulated else "gloo")
+    mesh.simulated = dist.get_backend() == "fake"
+    mesh.control = dist.new_group(backend=None if mesh.simulated else "gloo")
     limit = timedelta(seconds=timeout)
-    for group in () if simulated else {*made.values(), mesh.control} - {None}:
+    for group in () if mesh.simulated else {*made.values(), mesh.control} - {None}:
         dist.distributed_c10d._set_pg_timeout(limit, group)  # a group does not inherit it
-    mesh.patience = (limit,) if mesh.device.type == "cpu" and not simulated else ()
+    mesh.patience = (limit,) if mesh.device.type == "cpu" and not mesh.simulated else ()
     return mesh
 
 
@@ -279,7 +288,7 @@ def reduce_scatter_start(mesh, x, axis, what=""):
         return Handle(None, lambda: x)
     assert x.shape[0] % n == 0, (x.shape, n)
     name = count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n, what)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and not mesh.simulated:
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=mesh.group[axis], async_op=True)
         rows = parts.view(n, x.shape[0] // n, *x.shape[1:])
@@ -348,8 +357,8 @@ class Sending:
 
     def __init__(self, work, mesh, name):
         self.work, self.error, self.thread, self.name = work, None, None, name
-        self.patience = mesh.patience
-        if mesh.device.type == "cpu":
+        self.patience, self.simulated = mesh.patience, mesh.simulated
+        if mesh.device.type == "cpu" and not mesh.simulated:
             self.thread = threading.Thread(target=self.watch, daemon=True)
             self.thread.start()
 
@@ -360,7 +369,9 @@ class Sending:
             self.error = error
 
     def done(self):
-        return self.work.is_completed() if self.thread is None else not self.thread.is_alive()
+        if self.thread is None:
+            return self.simulated or self.work.is_completed()
+        return not self.thread.is_alive()
 
     def wait(self):
         with named(self.name):
