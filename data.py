@@ -454,6 +454,21 @@ class Tokens:
             require(h.counts.max(initial=0) < 2, f"{h.path}.loss: holds bytes other than 0 and 1")
 
 
+class Blank:
+    """In place of Tokens where there are none (a dry run): one document without end."""
+
+    tokenizer_name, tokenizer_path, masked, eot = "none", "none", False, -1
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def windows(self, seq_len):
+        return BLOCK
+
+    def parts(self, start, n, of="data"):
+        return [np.zeros(n, np.int64)]
+
+
 # ---- the order of samples -----------------------------------------------------------------------
 
 def _mix(z, salt=0):

@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 8 train.py configs/llama3-8b.yaml
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         train.py configs/llama3-70b.yaml                   the same line on both nodes
+    python train.py configs/llama3-405b.yaml --plan world=16384 rank=all hardware=h100
+                                                           what it would take: nothing is needed
 
 One step, on every rank:
 
@@ -23,6 +25,7 @@ Nothing here reads a tensor on the host, except one step late for the log and at
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import difflib
 import functools
@@ -38,9 +41,14 @@ import statistics
 import sys
 import time
 import traceback
+import weakref
+from typing import NamedTuple
 
 import torch
 import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import data
@@ -302,10 +310,12 @@ def open_data(config, mesh):
     return sources, list(folders.values()), next(held_out, None)
 
 
-def build(config, mesh):
-    """Data, model, weights, optimizer state, in the order in which each needs the one before."""
+def build(config, mesh, blank=None):
+    """Data, model, weights, optimizer state, in the order in which each needs the one before.
+    `blank`: data.Blank of a dry run, which reads no data, and whose weights have no values."""
     d, t, s = config["data"], config["train"], config["speed"]
-    sources, weights, val = open_data(config, mesh)  # wrong input ends here, before any weight
+    opened = ([blank], [1.0], None) if blank else open_data(config, mesh)
+    sources, weights, val = opened  # wrong input ends here, before any weight
     cfg = resolve_model(config, sources[0])
     on_gpu = mesh.device.type == "cuda"
     s["dtype"] = ("bfloat16" if on_gpu else "float32") if s["dtype"] == "auto" else s["dtype"]
@@ -322,7 +332,8 @@ def build(config, mesh):
         s["kernels"], zero=p["zero"], prefetch=p["prefetch"],
         reduce_dtype=DTYPES.get(p["reduce_dtype"]), offload=p["offload"] == "optimizer",
         hold=p["pp"] > 1 and p["zero_pp"] == "keep", deterministic=t["deterministic"])
-    model_py.init_weights(blocks, cfg, t["seed"])
+    if not blank:
+        model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
     keep = [name[:7] != "layers." or not n or int(name[7:]) % n != 0 for name in model.names]
     scalar = lambda x, dt: torch.tensor(x, dtype=dt, device=mesh.device)  # noqa: E731
@@ -949,7 +960,275 @@ def finish(run, log, stopped):
         say(run, "---\n" + text)
 
 
+# ---- Plan: the dry run ----------------------------------------------------------------------
+class Hardware(NamedTuple):
+    """A card in nodes of NODE: FLOP/s, bytes of memory, and bytes/s that it sends at best, to its
+    node and, through a network card of its own, to others."""
+
+    peak: float
+    memory: float
+    inside: float
+    between: float
+
+
+HARDWARE = {  # data sheets of DGX H100, H200, B200 and AMD's MI300X platform: NVLink 4 and 5 and
+    # Infinity Fabric, one direction; a network of 400 Gb/s a card
+    "h100": Hardware(PEAK["H100"], 80e9, 450e9, 50e9),
+    "h200": Hardware(PEAK["H200"], 141e9, 450e9, 50e9),
+    "b200": Hardware(PEAK["B200"], 180e9, 900e9, 50e9),
+    "mi300x": Hardware(PEAK["MI300X"], 192e9, 448e9, 50e9),
+}
+NODE, PRODUCTS, LINKS, CALL, ROOM = 8, 0.6, 0.8, 20e-6, 0.92  # what predict assumes
+FLASH = {  # operator: its products of queries and keys, which argument is q, which says causal
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (2, 0, 4),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, 1, 7),
+}
+
+
+class Meter(TorchDispatchMode):
+    """Counts what passes through torch's operators: FLOPs of products, bytes of the storages alive.
+    `peak`: their highest sum; `lasting`: what of it was in the storages that `tell` has named.
+
+    A storage is seen when an operator gets or gives it; a weak reference tells its end. That one
+    shrinks is not seen: those which are sent or named may do so, and are asked for their size
+    whenever the sum, then perhaps too high, passes the peak."""
+
+    def __init__(self):
+        from torch.utils.flop_counter import flop_registry  # imports triton, where it is
+        super().__init__()
+        aten = torch.ops.aten
+        self.counted = flop_registry | {aten.addmm_: flop_registry[aten.addmm]}
+        self.sizes, self.alive, self.kinds, self.loose, self.lasting = {}, {}, {}, set(), {}
+        self.now = self.peak = self.flops = self.attention = 0
+
+    def tell(self, kind, buffers):
+        """Name storages that last. What is of the host is not counted."""
+        for x in buffers:
+            self.kinds.setdefault(x.untyped_storage()._cdata, kind)
+            self.see(x, kind != "host")
+
+    def see(self, x, loose):
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if self.kinds.get(key) == "host":
+            return
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(storage, functools.partial(self.end, key))
+        if loose:
+            self.loose.add(key)
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+
+    def end(self, key, _):
+        self.now -= self.sizes.pop(key)
+        self.loose.discard(key)
+        del self.alive[key]
+
+    def weigh(self):
+        for key in self.loose:
+            size = self.alive[key]().nbytes()
+            self.now += size - self.sizes[key]
+            self.sizes[key] = size
+        if self.now > self.peak:
+            self.peak, self.lasting = self.now, {key: self.sizes.get(key, 0) for key in self.kinds}
+
+    def parts(self):
+        """The peak by kinds; what has no name are activations."""
+        parts = collections.Counter(activations=self.peak - sum(self.lasting.values()))
+        for key, size in self.lasting.items():
+            parts[self.kinds[key]] += size
+        return parts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, packet = kwargs or {}, func.overloadpacket
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # a question
+            return out
+        for x in tree_leaves((args, out)):
+            if isinstance(x, torch.Tensor):
+                self.see(x, func.namespace == "c10d")
+        if self.now > self.peak:
+            self.weigh()
+        if packet in FLASH:
+            products, at, causal = FLASH[packet]
+            (B, H, T, d), keys = args[at].shape, args[at + 1].shape[2]
+            done = 2 * products * B * H * d * (T * (T + 1) // 2 if args[causal:] else T * keys)
+            self.flops, self.attention = self.flops + done, self.attention + done
+        elif packet in self.counted:
+            self.flops += self.counted[packet](*args, **kwargs, out_val=out)
+        return out
+
+
+def play(config, sizes, rank, gloo=False):
+    """One step of `rank` of a world that is not there: what it held, sent and computed. `gloo`:
+    with the traffic of CPUs, to compare with a run on these."""
+    config, world = copy.deepcopy(config), math.prod(sizes.values())
+    d, t, s = config["data"], config["train"], config["speed"]
+    s["compile"], s["dtype"] = False, "bfloat16" if s["dtype"] == "auto" else s["dtype"]
+    parallel.pretend(rank, world)
+    try:
+        mesh = parallel.build_mesh(sizes, "cpu")
+        mesh.simulated = not gloo
+        with FakeTensorMode() as fake:
+            run = build(config, mesh, data.Blank(config["model"]["vocab_size"]))
+        b, meter = run.blocks, Meter()
+        meter.tell("parameters", b.weight + b.piece)
+        meter.tell("gradients", b.full_grad + b.grad)
+        meter.tell("host" if b.offload else "optimizer",
+                   b.master + b.exp_avg + b.exp_avg_sq + b.host_grad * b.offload)
+        run.loader.start(0)
+        _, batches, pending = next_batch(run, False)  # counts those of one rank: nobody answers
+        pending.wait()
+        run.loader.close()
+        with fake, meter:
+            train_step(run, [batch._replace(**{
+                key: fake.from_tensor(x) for key, x in batch._asdict().items()
+                if isinstance(x, torch.Tensor)}) for batch in batches],
+                t["global_batch"] * d["seq_len"])
+        return {"rank": rank, "coord": mesh.coord, "parameters": sum(p.numel for p in b.params),
+                "parts": meter.parts(), "peak": meter.peak, "ledger": mesh.ledger,
+                "flops": meter.flops, "attention": meter.attention, "rounds": len(batches)}
+    finally:
+        parallel.stop()
+
+
+def distinct(config, sizes, cfg):
+    """One of all ranks that do the same. Of stages with the same layers those before which no other
+    has as much to keep; of cp the first and the last (all, with windows). Of tp the first: where
+    the vocabulary ends the last has less to do."""
+    p, t, every = config["parallel"], config["train"], config["speed"]["recompute"]
+    n, dp, fsdp, cp, tp = sizes.values()
+    rounds = -(-t["global_batch"] // (dp * fsdp * t["microbatch"]))
+    schedule = parallel.SCHEDULES[p["schedule"]](n, rounds, p["chunks"])
+    kept, layers = parallel.simulate(schedule, p["chunks"]), iter(range(cfg.n_layer))
+    chunks = [[(cfg.windows[i], isinstance(every, int) and i % every == 0)
+               for i in itertools.islice(layers, k)] for k in p["stages"]]
+
+    def like(pp, other):
+        return (chunks[pp::n] == chunks[other::n] and 0 < other < pp < n - 1
+                and kept.live[pp] <= kept.live[other] and kept.due[pp] <= kept.due[other])
+
+    stages = [pp for pp in range(n) if not any(like(pp, other) for other in range(pp))]
+    of_cp = {0, cp - 1} if cfg.windows == [None] * cfg.n_layer else range(cp)
+    return [(pp * dp * fsdp * cp + c) * tp for pp in stages for c in sorted(of_cp)]
+
+
+def rate(hardware, sizes, axis, op):
+    """Bytes/s of a rank in an operation over `axis`. A group with k of its ranks in each node has
+    k network cards there, a ring or a pair of ranks one."""
+    axes = parallel.AXES if axis == "world" else parallel.UNIONS.get(axis, (axis,))
+    near = 0
+    for place in range(NODE):
+        apart = False
+        for other in reversed(parallel.AXES):
+            place, at = divmod(place, sizes[other])
+            apart |= at > 0 and other not in axes
+        near += not apart and place == 0
+    inside = near == math.prod(sizes[a] for a in axes)
+    cards = 1 if op.startswith(("shift", "send")) else near
+    return hardware.inside if inside else min(hardware.inside, cards * hardware.between)
+
+
+def predict(config, sizes, hardware, got):
+    """Seconds of a step from what a rank computed and sent, by parts. Assumed: products run at
+    PRODUCTS of the card's peak, which pays for all between them; links at LINKS of theirs and CALL
+    seconds a call; traffic of sharded weights and gradients hides behind the compute of its
+    microbatches (of one, if it is once a step), rings behind attention; stages wait for sends as
+    the simulator says; control integers cost nothing; all else is exposed."""
+    p, m, speed = config["parallel"], got["rounds"], hardware.peak * PRODUCTS
+    compute, by_axis, by_kind = got["flops"] / speed, collections.Counter(), collections.Counter()
+    for (axis, op), (calls, nbytes) in got["ledger"].items():
+        seconds = calls * CALL + nbytes / rate(hardware, sizes, axis, op) / LINKS
+        by_axis[axis] += seconds
+        by_kind["blocks" if axis in ("shard", "dp", "grad") else op.split()[0]] += seconds
+    sends = by_kind["send"] / max(got["ledger"].get(("pp", "send"), [0])[0], 1)
+    once = p["zero"] < 2 or p["pp"] > 1 and p["zero_pp"] == "keep"
+    exposed = (max(0.0, by_kind["blocks"] - compute / (m if once else 1))
+               + max(0.0, by_kind["shift"] - got["attention"] / speed)
+               + by_kind.total() - by_kind["blocks"] - by_kind["shift"] - by_kind["send"]
+               - by_axis["world"])
+    actions = parallel.SCHEDULES[p["schedule"]](p["pp"], m, p["chunks"])
+    unit = (compute + exposed) / (3 * m * p["chunks"])
+    idle, waits = (parallel.simulate(actions, p["chunks"], transfer=t).bubble
+                   for t in (0, sends / unit))
+    return {"compute": compute, "by_axis": by_axis, "exposed": exposed, "idle": idle,
+            "bubble": (compute + exposed) * waits / (1 - waits),
+            "step": (compute + exposed) / (1 - waits)}
+
+
+def show(got, seconds, hardware):
+    """A rank of a plan, in a few lines."""
+    at = ", ".join(f"{axis} {got['coord'][axis]}" for axis in parallel.AXES)
+    parts = " + ".join(f"{kind} {got['parts'][kind] / 1e9:.3g}"
+                       for kind in ("parameters", "gradients", "optimizer", "activations"))
+    share, sent = got["peak"] / hardware.memory, {}
+    for (axis, _), row in sorted(got["ledger"].items()):
+        sent[axis] = [a + b for a, b in zip(sent.get(axis, (0, 0)), row)]
+    print(f"rank {got['rank']} ({at}): {got['parameters']:,} parameters\n"
+          f"  memory  {parts} = {got['peak'] / 1e9:.3g} GB at the peak, {share:.0%} of the card's: "
+          + ("fits" if share <= ROOM else "does not fit"))
+    for axis, (calls, nbytes) in sent.items():
+        took = seconds["by_axis"][axis]
+        print(f"  {axis:<6} {calls:>8,} calls {nbytes:>19,} bytes, {took:.3g} s")
+    print(f"  step    {got['flops'] / 1e12:,.4g} TFLOP in {seconds['compute']:.3g} s + exposed "
+          f"{seconds['exposed']:.3g} s + bubble {seconds['bubble']:.3g} s (the schedule's own: "
+          f"{seconds['idle']:.1%}) = {seconds['step']:.3g} s")
+
+
+def plan_words(words):
+    """What follows --plan: the numbers of ranks, the ranks to play, the hardware."""
+    given = {"world": None, "rank": "all", "hardware": "h100"}
+    for word in words:
+        key, _, text = word.partition("=")
+        check(key in given, "--plan", word, f"must be one of {'=, '.join(given)}=")
+        given[key] = text
+    world, rank, hardware = given.values()
+    check((world or "").isdecimal() and int(world) > 0, "--plan world", world,
+          "must be the number of ranks, at least 1")
+    check(rank == "all" or rank.isdecimal() and int(rank) < int(world), "--plan rank", rank,
+          f"must be all, or from 0 to {int(world) - 1}")
+    check(hardware in HARDWARE, "--plan hardware", hardware,
+          f"must be one of {', '.join(HARDWARE)}")
+    return int(world), rank, hardware
+
+
+def plan(argv, words):
+    """A step of one of all ranks that do the same, without a GPU, a token or another process."""
+    config, (world, rank, name) = load_config(argv), plan_words(words)
+    sizes, hardware = check_config(config, world), HARDWARE[name]
+    m, p, seq_len = config["model"], config["parallel"], config["data"]["seq_len"]
+    if m["vocab_size"] is None:
+        path = config["data"]["path"] or HERE / "tokens" / "stdlib"
+        path = next(iter(path)) if isinstance(path, dict) else path
+        check(any(pathlib.Path(path).glob("train-*.tokens")), "model.vocab_size", None,
+              f"a plan needs the number, as there are no token files in {path}")
+        m["vocab_size"] = data.Tokens(path).vocab_size
+    cfg = model_py.ModelConfig(**m | {"max_len": m["max_len"] or seq_len})
+    p["stages"] = p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], seq_len)[0]
+    shape = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
+    print(f"plan of {world:,} ranks, {shape}, on {name}: {hardware.peak / 1e12:,.0f} TFLOP/s and "
+          f"{hardware.memory / 1e9:.0f} GB a card")
+    steps = []
+    for r in distinct(config, sizes, cfg) if rank == "all" else [int(rank)]:
+        got = play(config, sizes, r)
+        steps.append(predict(config, sizes, hardware, got))
+        show(got, steps[-1], hardware)
+    slowest, tokens = max(s["step"] for s in steps), config["train"]["global_batch"] * seq_len
+    useful = model_py.flops_per_token(cfg, seq_len) * tokens / world / hardware.peak
+    print(f"predicted: {slowest:.3g} s a step, {tokens / slowest:,.0f} tokens/s, mfu "
+          f"{useful / slowest:.1%}\nassumed: products at {PRODUCTS:.0%} of the peak, links at "
+          f"{LINKS:.0%} of {hardware.inside / 1e9:.0f} GB/s inside a node of {NODE} and "
+          f"{hardware.between / 1e9:.0f} GB/s a card\nbetween nodes, {CALL * 1e6:.0f} us a call; "
+          f"{1 - ROOM:.0%} of memory left to others than torch; one document a sequence; "
+          "not compiled.\nStages with the same layers are played once, the one with most to keep. "
+          "What hides behind what: predict in train.py")
+    return 0
+
+
 def main(argv):
+    if "--plan" in argv:
+        at = argv.index("--plan")
+        return plan(argv[:at], argv[at + 1 :])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world, local_rank = parallel.start(device)
     error = None

@@ -198,7 +198,7 @@ def test_values_take_the_type_of_the_default():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_configs_are_legal(path):
     config = train.load_config([str(path)])
-    ranks = config["parallel"]["fsdp"] * config["parallel"]["cp"]
+    ranks = math.prod(config["parallel"][axis] for axis in ("pp", "fsdp", "cp", "tp"))
     train.check_config(config, 8 if ranks <= 8 else 4 * ranks)
     section = config["model"] | {"max_len": config["data"]["seq_len"]}
     train.model_py.ModelConfig(**section)
@@ -208,6 +208,7 @@ def test_configs_are_legal(path):
 def test_parameter_counts_are_the_published_ones():
     published = {"gpt2-124m": 124_439_808, "llama3-1b": 1_235_814_400,
                  "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+                 "llama3-405b": 405_853_388_800,
                  "qwen3-0.6b": 596_049_920}
     for name, n in published.items():
         config = train.load_config([str(ROOT / f"configs/{name}.yaml")])
