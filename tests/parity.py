@@ -271,14 +271,6 @@ def covering(options):
     return chosen
 
 
-def crossed(axes, rest):
-    """The whole product of `axes`, each member with other values of the rest in turn; and a
-    covering list of all options together, so that every pair occurs too. Both: key -> values."""
-    cover = covering(axes | rest)
-    full = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
-    return cover + [cover[n % len(cover)] | case for n, case in enumerate(full)]
-
-
 def batch_of(run, batches):
     """All microbatches of a single-process step as one batch for the reference."""
     joined = {}

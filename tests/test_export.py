@@ -371,6 +371,34 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("n_head, n_kv_head", [(4, 4), (8, 2), (6, 2), (6, 1)])
+def test_every_ratio_of_heads_goes_both_ways(n_head, n_kv_head, tmp_path):
+    """Rotary halves and groups of heads: logits at all positions, and the same bits back."""
+    for kind in ("llama scaled", "qwen3"):
+        root = tmp_path / kind
+        path = write(root, MODELS[kind] | {"n_head": n_head, "n_kv_head": n_kv_head, "d_head": 6})
+        checkpoint.export(path, root / "hf")
+        assert_close(their_logits(root / "hf"), our_logits(path))
+        checkpoint.import_folder(root / "hf", root / "back")
+        ours, back = (tensors_of(folder) for folder in (path, root / "back"))
+        weights = [name for name in ours if name.startswith("param/")]
+        assert len(weights) > 20 and all(torch.equal(ours[n], back[n]) for n in weights)
+
+
+@pytest.mark.parametrize("kind, gone", [("llama", "model.embed_tokens.weight"),
+                                        ("llama scaled", "model.embed_tokens.weight"),
+                                        ("llama scaled", "lm_head.weight")])
+def test_a_table_that_is_missing_is_named(kind, gone, tmp_path):
+    """Tied: a file that has only the head. Untied: one of the two is not there. Never a model with
+    a table that nobody filled."""
+    folder = their_model(tmp_path / "hf", kind)
+    name, embed = "lm_head.weight", "model.embed_tokens.weight"
+    rewrite(folder, lambda t: (t.setdefault(name, t[embed].clone()), t.pop(gone)))
+    with pytest.raises(ValueError, match=gone):
+        checkpoint.import_folder(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.quick
 def test_the_names_of_the_published_gpt2_are_read(tmp_path):
     """No prefix, and causal masks among the tensors; in files of old Llamas rotary frequencies."""

@@ -1,6 +1,7 @@
 """The pieces of parallel.py by themselves: mesh, door, pairs, random bits, flat blocks."""
 
 import collections
+import inspect
 import math
 import subprocess
 import sys
@@ -332,7 +333,7 @@ def test_a_replica_that_differs_is_named(zero, fsdp, axis, name, world):
 
 @pytest.mark.quick
 def test_weight_decay_is_on_matrices_only():
-    """B148: with zero gradients matrices shrink by (1 - lr decay) a step, nothing else moves."""
+    """With zero gradients matrices shrink by (1 - lr decay) a step, nothing else moves."""
     run = parity.prepare({"model.bias": True, "model.norm": "layernorm"}, synth())
     before = parity.logical(run.blocks, run.blocks.master)
     run.blocks.begin()
@@ -344,7 +345,7 @@ def test_weight_decay_is_on_matrices_only():
 
 
 def test_a_thousand_small_gradients_add_up():
-    """B127: in bfloat16 a sum of ones stalls at 256; the accumulator is float32."""
+    """In bfloat16 a sum of ones stalls at 256; the accumulator is float32."""
     run = parity.prepare({"speed.dtype": "bfloat16"}, synth())
     run.blocks.begin()
     ones = [torch.ones_like(t) for t in run.blocks.tensors[1]]
@@ -390,7 +391,7 @@ def conditional(zero, dtype, ranks=None):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_parameters_that_are_used_sometimes_or_never(zero, world):
-    """B072: no hang, no error, the gradient of one process; zero where a parameter was not used."""
+    """No hang, no error, the gradient of one process; zero where a parameter was not used."""
     want = conditional(0, torch.float64, ranks=2)
     for got in world(2).run(conditional, zero, torch.float64):
         assert all(parity.agree(name, got[name], g, 1.0) is None for name, g in want.items())
@@ -443,6 +444,69 @@ def test_live_bytes_are_the_table_s(zero, dtype, c, world):
     assert seen["in a block"] <= weights + grads + state + (c + 4) * ends
 
 
+class Wide(torch.nn.Linear):
+    """A block whose gradient the test writes itself."""
+
+
+def summed(layout, zero, dtype, reduce_dtype, values, rounds):
+    """What the ranks' sum of gradients is, rank r's being values[r] in every element and each of
+    so many microbatches; one number, as it is the same everywhere."""
+    mesh = mesh_of(**layout)
+    with torch.device("meta"):
+        module = Wide(8, 8, bias=False)
+    blocks = parallel.Blocks([("a", module)], mesh, dtype, zero=zero, reduce_dtype=reduce_dtype)
+    blocks.begin()
+    for j in range(rounds):
+        blocks.open_grad(0)
+        blocks.accumulate(0, [torch.full((8, 8), values[mesh.rank], dtype=dtype)])
+        blocks.reduce(0, last=j == rounds - 1)
+    blocks.wait()
+    data, _ = blocks.local(blocks.grad, blocks.params[0])
+    return data.dtype, set(data.tolist())
+
+
+@pytest.mark.parametrize("zero, layout", [
+    (0, {"dp": 4}), (0, {"dp": 2, "fsdp": 2}), (1, {"dp": 2, "fsdp": 2}), (2, {"fsdp": 4}),
+    (2, {"dp": 2, "fsdp": 2}), (3, {"fsdp": 4}), (3, {"dp": 2, "fsdp": 2})], ids=str)
+def test_sums_over_ranks_and_microbatches_are_wide(zero, layout, world):
+    """In bfloat16 256 + 1 is 256; in float16 60000 + 60000 is infinite and 1e-7 / 4 is zero. Sums
+    are in float32, whatever the weights are; and with reductions in bfloat16 what is sent is
+    rounded, not the sum over microbatches: 300 ones do not stall at 256."""
+    bf16, f16 = torch.bfloat16, torch.float16
+    one = float(torch.tensor(1e-7, dtype=f16))
+    for dtype, reduce_dtype, values, rounds, want in (
+            (bf16, None, [256, 1, 1, 1], 1, 259), (f16, None, [60000] * 4, 2, 480000),
+            (f16, None, [one] * 4, 1, 4 * one), (bf16, bf16, [1] * 4, 300, 1200)):
+        args = layout, zero, dtype, reduce_dtype, values, rounds
+        found = [got for got in world(4).run(summed, *args) if got[1]]  # not only padding
+        assert found and all(got == (torch.float32, {want}) for got in found), (args, found)
+
+
+def norm_of_ones(case, folder):
+    """The gradient norm where every logical element of the gradient is 1."""
+    run = parity.prepare(case, folder)
+    run.blocks.begin()
+    for p in run.blocks.params:
+        data, start = run.blocks.local(run.blocks.grad, p)
+        index = parallel.logical_index(p.shape, p.full_shape, p.cut_offset(run.mesh), start,
+                                       start + data.numel(), "cpu")
+        data.copy_((index >= 0).to(data.dtype))
+    return run.blocks.grad_norm().item(), model.count_params(run.model.cfg)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"fsdp": 2, "tp": 2},
+                                    {"pp": 2, "tp": 2}, {"pp": 2, "fsdp": 2}, {"dp": 2, "cp": 2}],
+                         ids=str)
+def test_the_norm_of_ones_is_the_root_of_their_number(layout, world):
+    """Norms, biases, few key heads and a tied weight are on several ranks and count once, padding
+    not at all."""
+    axes = {f"parallel.{axis}": n for axis, n in ({"dp": 1} | layout).items()}
+    for extra in ({"model.qk_norm": True, "parallel.zero": 0}, {"parallel.zero": 3}):
+        case = axes | extra | {"model.n_kv_head": 1, "model.bias": True, "model.norm": "layernorm"}
+        for norm, n in world(math.prod(layout.values())).run(norm_of_ones, case, synth()):
+            assert norm == pytest.approx(math.sqrt(n), rel=1e-12)
+
+
 def refresh_again(case, folder):
     """Weights are drawn, then others come from a checkpoint, whose pieces `state` gives: how many
     gathers into the same buffer were under way at once, and while there were pieces."""
@@ -480,6 +544,72 @@ def test_weights_that_are_gathered_again_arrive_last(zero, world):
         assert len(most) > 4 and set(most) == {1} and late == 0
 
 
+def one_after_the_other(cases, folder):
+    """Steps of two runs in one process, in turns: what both find."""
+    runs = [parity.prepare(case, folder) for case in cases]
+    outs = [parity.first(run) for run in runs]
+    for _ in range(2):
+        for run, out in zip(runs, outs):
+            parity.one_step(run, out)
+    return outs
+
+
+def test_two_models_on_two_meshes_do_not_meet(world):
+    """In the same processes, on other axes: each has the numbers that it has alone."""
+    folder = synth()
+    cases = [{"parallel.dp": 2, "parallel.tp": 2}, {"parallel.dp": 1, "parallel.fsdp": 2,
+             "parallel.cp": 2, "parallel.zero": 3, "model.n_layer": 3}]
+    alone = [{key: n for key, n in case.items() if key[:5] == "model"} for case in cases]
+    want = one_after_the_other(alone, folder)
+    for outs in world(4).run(one_after_the_other, cases, folder):
+        for got, one in zip(outs, want):
+            assert parity.compare(got, one | {"params": {}}) is None
+
+
+@pytest.mark.quick
+def test_nothing_that_moves_has_a_group_by_default():
+    """Called without a mesh it is an error; there is no group that would be taken instead."""
+    names = [name for name, thing in vars(parallel).items() if callable(thing)
+             and getattr(thing, "__module__", "") == "parallel"]
+    moving = [name for name in names
+              if "mesh" in inspect.signature(getattr(parallel, name)).parameters]
+    for name in moving:
+        default = inspect.signature(getattr(parallel, name)).parameters["mesh"].default
+        assert default is inspect.Parameter.empty or name == "lookup", name
+    assert {"all_reduce", "all_gather", "reduce_scatter", "shift_start", "send", "receive",
+            "swap", "enter", "leave", "linear_cross_entropy", "ring_attention",
+            "Blocks"} <= set(moving)  # lookup without one is of a table that is not split
+    with pytest.raises(TypeError, match="mesh"):
+        parallel.all_reduce(x=torch.ones(1), axis="tp")
+
+
+def poisoned(case, folder):
+    """A run in which torch fills what it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    try:
+        run = parity.prepare(case, folder)
+        tables = [t.dtype for t in run.model.tables]
+        assert not any(t.is_meta for t in (*run.model.parameters(), *run.model.buffers()))
+        return parity.run_case(case, folder, 2) if case["speed.dtype"] == "float64" else {}, tables
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("layout", [{"fsdp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_nothing_reads_memory_before_it_is_written(layout, world):
+    """Weights, tables, buffers of gathers, padding: with NaN in all new memory the numbers are
+    those of one process without. Rotary tables stay in float32 where weights are bfloat16."""
+    folder, axes = synth(), {f"parallel.{axis}": n for axis, n in ({"dp": 1} | layout).items()}
+    case = {"model.n_layer": 2, "parallel.zero": 3, "model.qk_norm": True, "speed.dtype": "float64"}
+    want = parity.run_case(case | {"parallel.zero": 0}, folder, 2)
+    for got, tables in world(4).run(poisoned, case | axes, folder):
+        assert parity.compare(got, want) is None and tables == [torch.float64] * 2
+    for _, tables in world(4).run(poisoned, case | axes | {"speed.dtype": "bfloat16"}, folder):
+        assert tables == [torch.float32] * 2
+
+
 # ---------------------------------------------------------------------------------------------
 # Executor
 
@@ -492,7 +622,7 @@ def test_accumulation_is_a_schedule_of_one_stage():
 
 
 def test_a_crash_on_one_rank_ends_all_within_seconds(tmp_path):
-    """B141: torchrun with an exception on rank 1: the job fails and shows that rank's exception."""
+    """torchrun with an exception on rank 1: the job fails and shows that rank's exception."""
     script = tmp_path / "crash.py"
     script.write_text(textwrap.dedent(f"""
         import sys; sys.path.insert(0, {str(parity.__file__.rsplit("/", 2)[0])!r})

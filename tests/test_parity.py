@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 
+import data
 import train
 
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -53,7 +54,30 @@ OPTIONS = {
 COVER = parity.covering(OPTIONS)  # every pair of values
 DEFAULT = parity.covering(OPTIONS | {"layout": SMALL})  # and of these with a layout
 DEFAULT += [COVER[n] | {"layout": layout} for n, layout in enumerate(LARGE)]
+DEFAULT += [case | {"pipe": ("zero-bubble", 1), "rounds": 3, "speed.recompute": "none",
+                    "parallel.zero_pp": case.get("parallel.zero_pp", "regather")} for case in [
+    # of three options and more: a split backward at each stage of zero, and a tied weight
+    {"layout": {"pp": 2, "fsdp": 2}, "parallel.zero": 1, "model": "qwen3"},
+    {"layout": {"pp": 2, "fsdp": 2}, "parallel.zero": 2, "model": "llama3"},
+    {"layout": {"pp": 2, "fsdp": 2}, "parallel.zero": 3, "model": "qwen3",
+     "parallel.zero_pp": "keep"},
+    {"layout": {"pp": 2, "fsdp": 2}, "parallel.zero": 3, "model": "gpt2"},
+    {"layout": {"pp": 2, "dp": 2}, "parallel.zero": 2, "model": "gpt2"},
+    {"layout": {"pp": 2, "tp": 2}, "parallel.zero": 0, "model": "llama3", "ignore": "uneven",
+     "data.mask_documents": True}]]
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS})
+for axes in (  # whole products, the other options in turn
+        {"layout": [{"pp": 2, "fsdp": 2}], "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
+         "parallel.zero": [0, 1, 2, 3], "speed.recompute": OPTIONS["speed.recompute"]},
+        {"layout": [{"fsdp": 2, "cp": 2}, {"cp": 2, "tp": 2}], "parallel.zero": [0, 1, 2, 3],
+         "parallel.cp_mode": ["ring", "ulysses"], "data.mask_documents": [False, True],
+         "model.window": [None, [5, None]]},
+        {"layout": [{"dp": 2, "fsdp": 2}], "parallel.zero": [0, 1, 2, 3],
+         "rounds": OPTIONS["rounds"], "speed.recompute": OPTIONS["speed.recompute"]},
+        {"layout": [{"fsdp": 2, "tp": 2}], "parallel.zero": [0, 1, 2, 3], "model": list(MODELS),
+         "speed.keep_gathered": [False, True]}):
+    ALL += [COVER[n % len(COVER)] | dict(zip(axes, values))
+            for n, values in enumerate(itertools.product(*axes.values()))]
 
 
 def name_of(case):
@@ -371,16 +395,19 @@ def test_zero_2_and_3_are_bit_equal(layout, world, tokens):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_lower_precision_stays_near(dtype, world, truth, tokens):
-    """Every stage in the compute dtype, against one process in float64: the error of one rounding
+    """Every mode in the compute dtype, against one process in float64: the error of one rounding
     of each weight and activation, and no more with more ranks."""
     unit = {"float32": 2**-24, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
     want = truth(on_layout({}, {}))
-    for zero, axis in [*enumerate(["fsdp"] * 4), (0, "tp")]:
-        case = on_layout({"speed.dtype": dtype, "parallel.zero": zero, "rounds": 3}, {axis: 2})
+    modes = [({"fsdp": 2}, {"parallel.zero": zero}) for zero in range(4)]
+    modes += [({"tp": 2}, {}), ({"cp": 2}, {}), ({"cp": 2}, {"parallel.cp_mode": "ulysses"}),
+              ({"pp": 2}, {"parallel.schedule": "zero-bubble"})]
+    for layout, options in modes:
+        case = on_layout({"speed.dtype": dtype, "parallel.zero": 0, "rounds": 3} | options, layout)
         got = world(2).run(parity.run_case, case, str(tokens))[0]
         for step in range(3):
-            assert abs(got["loss"][step] / want["loss"][step] - 1) < 16 * unit
-            assert abs(got["norm"][step] / want["norm"][step] - 1) < 64 * unit
+            assert abs(got["loss"][step] / want["loss"][step] - 1) < 16 * unit, (layout, step)
+            assert abs(got["norm"][step] / want["norm"][step] - 1) < 64 * unit, (layout, step)
 
 
 def test_bfloat16_reduction_is_asked_for_and_counted(world, truth, tokens):
@@ -392,6 +419,83 @@ def test_bfloat16_reduction_is_asked_for_and_counted(world, truth, tokens):
     assert half["ledger"][key] == [full["ledger"][key][0], full["ledger"][key][1] // 2]
     assert half["ledger"]["shard", "all_gather"] == full["ledger"]["shard", "all_gather"]
     assert 0 < abs(half["norm"][0] / full["norm"][0] - 1) < 2**-8
+
+
+@pytest.mark.parametrize("tp, kv", [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_few_key_heads_on_many_ranks(tp, kv, world, truth, tokens):
+    """Eight query heads; a key head that several ranks use has one gradient and stays one."""
+    case = {"model.n_head": 8, "model.n_kv_head": kv, "model.d_head": 4, "model.tied": False,
+            "model.bias": True}
+    check(world, truth, tokens, case | {
+        "layout": {"tp": tp}, "parallel.zero": 0, "speed.recompute": "none",
+        "speed.keep_gathered": False})
+
+
+@pytest.mark.quick
+def test_the_tolerance():
+    """Relative to the largest value, or to 1; of gradients to the largest, or to 1e-4 of the norm.
+    What float32 or a factor would do is refused, and so is what is not a number."""
+    b = torch.tensor([1.0, 1e-6, -3.0])
+    for off, same in ((1e-12, True), (9e-10, True), (1.1e-9, False), (1e-7, False), (1e-4, False)):
+        for at in range(3):
+            a = b.double().clone()
+            a[at] += off * 3
+            assert (parity.agree("x", a, b.double()) is None) == same
+            assert (parity.agree("x", a, b.double(), 100.0) is None) == same
+    tiny = torch.tensor([1e-13, -2e-13])
+    assert parity.agree("x", tiny, 0 * tiny) is None  # an absolute bound near 0
+    assert parity.agree("x", tiny, 0 * tiny, 100.0) is None and parity.agree("x", tiny, -tiny, 1.0)
+    assert parity.agree("x", 1e-13 * b, 2e-13 * b, 1e-9)  # a factor in a small gradient
+    for bad in (math.nan, math.inf):
+        assert parity.agree("x", torch.tensor([bad]), torch.tensor([1.0]))
+        assert parity.agree("x", torch.tensor([bad]), torch.tensor([bad]))
+    assert parity.agree("x", torch.ones(2), torch.ones(3))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mask", [False, True])
+def test_held_out_loss_is_the_reference_s(mask, tokens):
+    """The mean over all targets of the sequences that were asked for, with the documents' masks of
+    training, whatever the size of a microbatch."""
+    case = on_layout(MODELS["llama"] | {"model.n_layer": 2}, {}) | {"data.mask_documents": mask}
+    losses = []
+    for size in (1, 3, 24):
+        run = parity.prepare(case | {"train.microbatch": size}, tokens)
+        losses.append(train.evaluate(run)[0])
+    batches = list(data.eval_batches(run.val, 12, 7, 7, 0, 1, mask))
+    assert [len(b.tokens) for b in batches] == [7]
+    params = parity.logical(run.blocks, run.blocks.master)
+    want = reference.mean_loss(params, run.config["model"], parity.batch_of(run, batches)).item()
+    assert losses == pytest.approx([want] * 3, rel=1e-12)
+
+
+def whole_and_resumed(cases, folder, root):
+    """Fingerprints after four steps, and after two, a save, a load and two more."""
+    out = []
+    for n, case in enumerate(cases):
+        run = parity.prepare(case, folder)
+        parity.go(run, 4)
+        parity.run_and_save(case, folder, f"{root}/{n}", 2)
+        resumed = parity.prepare(case | {"run.dir": f"{root}/{n}"}, folder)
+        assert train.resume(resumed)
+        parity.go(resumed, 2)
+        steps = [{float(x) for pair in r.blocks.steps for x in pair} for r in (run, resumed)]
+        out.append((parity.prints(run), parity.prints(resumed), steps))
+        run.loader.close()
+        resumed.loader.close()
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(dtype, world, tokens, tmp_path):
+    """At every stage: weights, moments, AdamW's step."""
+    cases = [on_layout({"parallel.zero": zero, "speed.dtype": dtype, "optim.grad_clip": 0.5,
+                        "rounds": 2, "train.steps": 4, "model.dropout": 0.1}, {"fsdp": 2})
+             for zero in range(4)]
+    for found in world(2).run(whole_and_resumed, cases, str(tokens), str(tmp_path)):
+        for zero, (whole, resumed, steps) in enumerate(found):
+            differ = [name for name in whole if whole[name] != resumed[name]]
+            assert not differ and steps == [{4.0}, {4.0}], (zero, differ)
 
 
 def pairs(cases):
