@@ -114,7 +114,7 @@ def test_shards_read_as_one_stream(tmp_path, shard_tokens):
 
 @quick
 def test_empty_and_tiny_shards(tmp_path):
-    """B096: a shard without tokens, and shards shorter than a sequence, anywhere in the split."""
+    """A shard without tokens, and shards shorter than a sequence, anywhere in the split."""
     docs = some_docs(6)
     for k in range(9):
         w = data.ShardWriter(str(tmp_path), "train", data.Tokenizer("byte", 257, 256))
@@ -134,7 +134,7 @@ def test_empty_and_tiny_shards(tmp_path):
 
 @pytest.mark.parametrize("vocab", [300, 70000])
 def test_offsets_past_4_gb(tmp_path, vocab):
-    """B109: a sparse shard of 6 GB, marks just past 2^31 and 2^32 bytes and at the end."""
+    """A sparse shard of 6 GB, marks just past 2^31 and 2^32 bytes and at the end."""
     size = data.dtype_of(vocab).itemsize
     n = 6 * 2**30 // size
     marks = [2**31 // size + 3, 2**32 // size + 5, n - 3]
@@ -179,7 +179,7 @@ def damage(path, at, raw):
     ],
 )
 def test_damaged_header(tmp_path, at, raw, words):
-    """B116 and bad input: each names the file."""
+    """Each names the file."""
     write(tmp_path, some_docs())
     path = tmp_path / "train-00000.tokens"
     damage(path, at, raw)
@@ -217,7 +217,7 @@ def test_missing_shard_and_folder(tmp_path):
 @quick
 @pytest.mark.parametrize("shard_tokens", [10**9, 30])
 def test_id_beyond_vocabulary(tmp_path, shard_tokens):
-    """B116: named with file and offset by check, read, and the loader before a batch is used."""
+    """Named with file and offset by check, read, and the loader before a batch is used."""
     tokens = write(tmp_path, [[7] * 9] * 6, shard_tokens)
     path = tokens.files[-1]
     damage(path, 128 + 12 * 2, (300).to_bytes(2, "little"))
@@ -257,7 +257,7 @@ def test_check_documents(tmp_path, capsys):
 @quick
 @pytest.mark.parametrize("n, seq_len", [(100, 8), (97, 8), (98, 8), (9, 8), (1000, 1), (17, 16)])
 def test_windows_cover_each_target_once(tmp_path, n, seq_len):
-    """B110: every token but the first and a tail shorter than a sequence is a target once."""
+    """Every token but the first and a tail shorter than a sequence is a target once."""
     tokens = write(tmp_path, [list(range(100)) * 10])
     tokens.n_tokens = n
     w = tokens.windows(seq_len)
@@ -325,7 +325,7 @@ def test_weights(weights):
 
 @quick
 def test_epochs_after_resume(tmp_path):
-    """B095: 10 sequences, stop after 9; every later epoch visits all once. B096: a batch of 25."""
+    """10 sequences, stop after 9; every later epoch visits all once. A batch of 25."""
     tokens = write(tmp_path, [list(range(100))[:80]])
     assert tokens.windows(8) == 10
     loader, seen = data.Loader([tokens], None, 8, 5, 1, 1), []
@@ -351,7 +351,7 @@ def test_epochs_after_resume(tmp_path):
 @pytest.mark.parametrize("microbatch", [1, 2, 3, 5, 12, 50])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 def test_any_ranks_read_the_same_batch(tmp_path, ranks, microbatch):
-    """B094, B097, B098, B103, B107, B112: the global batch does not depend on who reads it."""
+    """The global batch does not depend on who reads it."""
     docs = some_docs(60)
     tokens, whole = write(tmp_path, docs, 100), stream(docs)
     loaders = [data.Loader([tokens], None, 7, 1, 12, microbatch, r, ranks) for r in range(ranks)]
@@ -397,7 +397,7 @@ def test_sources_blend(tmp_path):
 @quick
 @pytest.mark.parametrize("shard_tokens", [10**9, 50])
 def test_documents_masked(tmp_path, shard_tokens):
-    """lo, pos and targets by brute force. B041: the eot itself is a target that counts."""
+    """lo, pos and targets by brute force. The eot itself is a target that counts."""
     docs = some_docs(40)
     tokens, whole = write(tmp_path, docs, shard_tokens), stream(docs)
     doc_of = np.repeat(np.arange(40), [len(d) + 1 for d in docs])
@@ -425,7 +425,7 @@ def test_masked_without_a_boundary_is_causal(tmp_path):
 
 @quick
 def test_eot_counts(tmp_path):
-    """B041, two documents of 4 tokens and an eot each: masked, one target does not count."""
+    """Two documents of 4 tokens and an eot each: masked, one target does not count."""
     tokens = write(tmp_path, [[1, 2, 3, 4], [5, 6, 7, 8]])
     for mask, n in ((False, 9), (True, 8)):
         (b,) = data.Loader([tokens], None, 9, 0, 1, 1, mask_documents=mask).step(0)
@@ -435,7 +435,7 @@ def test_eot_counts(tmp_path):
 @quick
 @pytest.mark.parametrize("mask", [False, True])
 def test_reading_ahead_is_the_pure_step(tmp_path, mask):
-    """B098: also from a new start of a loader that has run."""
+    """Also from a new start of a loader that has run."""
     tokens = write(tmp_path, some_docs(60))
     loader = data.Loader([tokens], None, 7, 1, 12, 5, 1, 2, mask)
     with pytest.raises(RuntimeError, match="start"):
@@ -455,7 +455,7 @@ def test_reading_ahead_is_the_pure_step(tmp_path, mask):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 20])
 @pytest.mark.parametrize("n", [1, 5, 17, 18, None])
 def test_evaluation_reads_each_sequence_once(tmp_path, n, ranks):
-    """B113, B154: 17 sequences on 4 ranks. B155: masks as in training."""
+    """17 sequences on 4 ranks, masks as in training."""
     docs = some_docs(20)
     tokens, whole = write(tmp_path, docs, 100), stream(docs)
     total = tokens.windows(16)
@@ -608,7 +608,7 @@ def test_half_written_files_are_not_seen(tmp_path, monkeypatch):
 
 @quick
 def test_documents_of_files(tmp_path):
-    """B112, B115: every document once, in order, invalid UTF-8 replaced, one eot each."""
+    """Every document once, in order, invalid UTF-8 replaced, one eot each."""
     (tmp_path / "in/sub").mkdir(parents=True)
     (tmp_path / "in/.hidden").mkdir()
     texts = dict(zip(["a.txt", "b.md", "sub/c.py", "sub/d.txt"], ODD[3:7]))
@@ -736,7 +736,7 @@ def toy_ranks(
 
 @quick
 def test_round_trips(tmp_path):
-    """B115: every odd text comes back, and none of it becomes a special token."""
+    """Every odd text comes back, and none of it becomes a special token."""
     for tok in (data.load_tokenizer("byte"), data.load_tokenizer(toy_ranks(tmp_path))):
         for text in ODD:
             ids = tok.encode(text)
@@ -888,7 +888,7 @@ def test_tokenizer_json_refused(tmp_path, change, words):
 
 
 def test_processes_do_not_change_the_result(tmp_path, monkeypatch):
-    """B107 for preparation: the same shards bit for bit, and the same as without pieces."""
+    """Of preparation: the same shards bit for bit, and the same as without pieces."""
     (tmp_path / "in").mkdir()
     monkeypatch.setattr(data, "PIECE", 2**14)
     text = long_text(2**18)
