@@ -92,10 +92,11 @@ def test_a_plan_is_what_happens(ranks, world, tokens):
 
 
 def test_gpus_send_what_cpus_send():
-    for case in (SHARDED | {"parallel.zero": 3}, ONE | {"parallel.tp": 2}):
-        cpu, gpu = (played(SMALL | case, 2, 1, gloo=gloo) for gloo in (True, False))
-        assert cpu["ledger"] == gpu["ledger"] and cpu["flops"] == gpu["flops"]
-        assert cpu["peak"] >= gpu["peak"]  # that has no second copy of what is summed
+    """But have no second copy of what is summed, here the gradient of a large vocabulary."""
+    case = SMALL | SHARDED | {"parallel.zero": 1, "data.seq_len": 16, "model.vocab_size": 8001}
+    cpu, gpu = (played(case, 2, 1, gloo=gloo) for gloo in (True, False))
+    assert cpu["ledger"] == gpu["ledger"] and cpu["flops"] == gpu["flops"]
+    assert cpu["peak"] > gpu["peak"] + 0.9 * 4 * 8001 * 64 / 2
 
 
 def test_flops_of_all_ranks_are_the_formula():
