@@ -153,9 +153,9 @@ def check(world, truth, tokens, case):
     if stages > 1:
         case = case | {"model.n_layer": next(n for n in (5, 8, 16) if n >= stages)}
     case = on_layout({k: v for k, v in case.items() if k not in ("layout", "model")}, layout)
-    want = truth(case)
-    for rank, got in enumerate(world(math.prod(layout.values())).run(parity.run_case, case,
-                                                                     str(tokens))):
+    want, ranks = truth(case), math.prod(layout.values())
+    for rank, got in enumerate(world(ranks).run(parity.run_case, case, str(tokens),
+                                                timeout=30 * ranks)):
         note = parity.compare(got, want)
         assert note is None, f"{case}: rank {rank}: {note}"
         assert (got["count"], got["pairs"]) == (want["count"], want["pairs"])
@@ -398,12 +398,13 @@ def test_lower_precision_stays_near(dtype, world, truth, tokens):
     """Every mode in the compute dtype, against one process in float64: the error of one rounding
     of each weight and activation, and no more with more ranks."""
     unit = {"float32": 2**-24, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
-    want = truth(on_layout({}, {}))
+    want = truth(on_layout({"kv": "all"}, {}))
     modes = [({"fsdp": 2}, {"parallel.zero": zero}) for zero in range(4)]
     modes += [({"tp": 2}, {}), ({"cp": 2}, {}), ({"cp": 2}, {"parallel.cp_mode": "ulysses"}),
               ({"pp": 2}, {"parallel.schedule": "zero-bubble"})]
     for layout, options in modes:
-        case = on_layout({"speed.dtype": dtype, "parallel.zero": 0, "rounds": 3} | options, layout)
+        case = on_layout({"speed.dtype": dtype, "parallel.zero": 0, "rounds": 3, "kv": "all"}
+                         | options, layout)
         got = world(2).run(parity.run_case, case, str(tokens))[0]
         for step in range(3):
             assert abs(got["loss"][step] / want["loss"][step] - 1) < 16 * unit, (layout, step)
