@@ -204,8 +204,10 @@ def file_system(url):
 
 def place(path):
     """A pathlib.Path, or a Url if it is written as one."""
-    if isinstance(path, Url) or "://" not in str(path):
-        return path if isinstance(path, Url) else pathlib.Path(path)
+    if isinstance(path, Url):
+        return path
+    if "://" not in str(path):
+        return pathlib.Path(path)
     file_system(path)
     return Url(str(path).rstrip("/"))
 
@@ -231,7 +233,8 @@ def sync_folder(path):  # what was created, renamed or removed in it is durable 
 
 
 def write_file(path, head, tensors=()):
-    """Bytes and then tensors, one at a time, durable on return. Never over an existing file."""
+    """Bytes and then tensors, one at a time, durable on return. Never over an existing file (on an
+    object store the caller sees to that: names take turns)."""
     path = place(path)
     on_disk = not isinstance(path, Url)
     with open(path, "xb") if on_disk else path.open("wb") as f:
@@ -690,7 +693,7 @@ def diff(a, b):
 def diff_metrics(a, b):
     """Print the first step and tensor at which the fingerprints of two metrics.jsonl part; returns
     whether they do. Of a step that was repeated the last counts."""
-    lines = ([json.loads(line) for line in path.read_text().splitlines()] for path in (a, b))
+    lines = ([json.loads(line) for line in path.read_bytes().splitlines()] for path in (a, b))
     ours, theirs = ({e["step"]: e["fingerprints"] for e in run if "fingerprints" in e}
                     for run in lines)
     if not (steps := sorted(ours.keys() & theirs.keys())):
@@ -901,6 +904,8 @@ def copy_tokenizer(name, out):
 
 def import_folder(folder, out, tokenizer=None):
     """Make a checkpoint, of parameters only, of a Hugging Face folder; dtypes as they are there."""
+    if isinstance(folder, Url):
+        raise ValueError(f"{folder}: must be a folder on a disk")
     config = json.loads((folder / "config.json").read_text())
     kind, model = from_config(config)
     rows, held, files = table(kind, model), {}, ["model.safetensors"]

@@ -49,10 +49,17 @@ class Pool:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, fn, *args, timeout=60):
-        """fn(*args) on every rank (fn of an importable module). The results by rank."""
+    def run(self, fn, *args, timeout=60, beside=None):
+        """fn(*args) on every rank (fn of an importable module). The results by rank. `beside`:
+        called here while they are at it."""
         for pipe in self.pipes:
             pipe.send((fn, args))
+        try:
+            if beside:
+                beside()
+        except BaseException:
+            self.close(kill=True)  # answers that nobody waits for
+            raise
         results, bad = [], None
         for rank, pipe in enumerate(self.pipes):
             try:

@@ -239,7 +239,6 @@ def check_end(agent, run, alone, seconds=90):
     assert folders == [f"step_{step:09d}" for step in (10, 11, 12)]
 
 
-@pytest.mark.full
 def test_torchrun_restarts_after_a_rank_is_killed(text, alone, tmp_path):
     """The new ranks meet each other, not the addresses that the old ones left in the store."""
     run = tmp_path / "run"

@@ -25,7 +25,9 @@ CONTROL = {  # calls of the door that no step makes, and the tests that show wha
 OTHER_HALF = {"parallel.run #1"}  # a receive: the ledger and the table have the send
 ALONE = {"train.next_batch",  # over all ranks: there is no other group of as many
          "parallel.Blocks.add_leaf #1"}  # over all data ranks, where there can be no tp and no cp
-SAMPLE = ("fsdp 2, tp 2, zero 0", "cp 2, tp 2, ring", "pp 2, fsdp 2, zero-bubble, tied, zero 3")
+SAMPLE = ("dp 2, fsdp 2, zero 3", "fsdp 2, tp 2, zero 0", "cp 2, tp 2, ring",
+          "dp 2, cp 2, ulysses", "pp 2, fsdp 2, zero-bubble, tied, zero 3",
+          "pp 2, dp 2, deterministic, tied")
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,13 @@ MODELS = {  # heads that are normalised have more than 2 channels: those multipl
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 LAYOUTS = [{axis: n for axis, n in zip(AXES, sizes) if n > 1}  # of up to 8 ranks, all there are
            for sizes in itertools.product(range(1, 9), repeat=5) if 1 < math.prod(sizes) <= 8]
-SMALL = [layout for layout in LAYOUTS if math.prod(layout.values()) in (2, 4)]
-LARGE = [{"dp": 3}, {"fsdp": 3}, {"tp": 3}, {"cp": 3}, {"pp": 3}, {"dp": 2, "fsdp": 3},
-         {"fsdp": 2, "tp": 3}, {"dp": 2, "cp": 3}, {"pp": 3, "tp": 2},
-         {"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}]
+SMALL = [layout for layout in LAYOUTS if math.prod(layout.values()) <= 4]
+SMALL += [{"dp": 2, "fsdp": 3}, {"fsdp": 2, "tp": 3}]
+LARGE = [{"dp": 2, "cp": 3}, {"pp": 3, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2},
+         {"pp": 2, "fsdp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2},
+         {"pp": 2, "dp": 2, "fsdp": 2}, {"pp": 4, "fsdp": 2}]
 OPTIONS = {
-    "rounds": [1, 3, "uneven"],  # microbatches a step; uneven: the last is smaller
+    "rounds": [1, 3, "uneven", 6],  # microbatches a step; uneven: the last is smaller
     "ignore": list(parity.RULES),
     "pipe": [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), ("gpipe", 2),
              ("interleaved", 1)],  # parallel.schedule, parallel.chunks
@@ -66,16 +67,22 @@ DEFAULT += [case | {"pipe": ("zero-bubble", 1), "rounds": 3, "speed.recompute": 
     {"layout": {"pp": 2, "tp": 2}, "parallel.zero": 0, "model": "llama3", "ignore": "uneven",
      "data.mask_documents": True}]]
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS})
+ZEROS, TIED, MASKS = [0, 1, 2, 3], ["llama", "qwen3"], [False, True]
+WINDOWS, MODES = [None, [5, None]], ["ring", "ulysses"]
+of_data = [layout for layout in LAYOUTS if not {"pp", "cp", "tp"} & set(layout)]
+of_tp = [layout for layout in LAYOUTS if "tp" in layout and not {"pp", "cp"} & set(layout)]
+of_cp = [layout for layout in LAYOUTS if "cp" in layout and math.prod(layout.values()) != 6]
+of_pp = [{"pp": 2}, {"pp": 3}, {"pp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2},
+         {"pp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 4, "fsdp": 2},
+         {"pp": 2, "dp": 2, "fsdp": 2}, {"pp": 4, "tp": 2}]
 for axes in (  # whole products, the other options in turn
-        {"layout": [{"pp": 2, "fsdp": 2}], "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
-         "parallel.zero": [0, 1, 2, 3], "speed.recompute": OPTIONS["speed.recompute"]},
-        {"layout": [{"fsdp": 2, "cp": 2}, {"cp": 2, "tp": 2}], "parallel.zero": [0, 1, 2, 3],
-         "parallel.cp_mode": ["ring", "ulysses"], "data.mask_documents": [False, True],
-         "model.window": [None, [5, None]]},
-        {"layout": [{"dp": 2, "fsdp": 2}], "parallel.zero": [0, 1, 2, 3],
-         "rounds": OPTIONS["rounds"], "speed.recompute": OPTIONS["speed.recompute"]},
-        {"layout": [{"fsdp": 2, "tp": 2}], "parallel.zero": [0, 1, 2, 3], "model": list(MODELS),
-         "speed.keep_gathered": [False, True]}):
+        {"layout": of_data, "parallel.zero": ZEROS, "rounds": OPTIONS["rounds"],
+         "speed.recompute": OPTIONS["speed.recompute"]},
+        {"layout": of_tp, "parallel.zero": ZEROS, "model": list(MODELS)},
+        {"layout": of_cp, "parallel.zero": ZEROS, "parallel.cp_mode": MODES,
+         "data.mask_documents": MASKS, "model.window": WINDOWS},
+        {"layout": of_pp, "pipe": OPTIONS["pipe"], "model": TIED, "rounds": [1, 3],
+         "parallel.zero": ZEROS}):
     ALL += [COVER[n % len(COVER)] | dict(zip(axes, values))
             for n, values in enumerate(itertools.product(*axes.values()))]
 
@@ -153,9 +160,11 @@ def check(world, truth, tokens, case):
     if stages > 1:
         case = case | {"model.n_layer": next(n for n in (3, 5, 8, 16) if n >= stages)}
     case = on_layout({k: v for k, v in case.items() if k not in ("layout", "model")}, layout)
-    want, ranks = truth(case), math.prod(layout.values())
-    for rank, got in enumerate(world(ranks).run(parity.run_case, case, str(tokens),
-                                                timeout=30 * ranks)):
+    ranks = math.prod(layout.values())
+    results = world(ranks).run(parity.run_case, case, str(tokens), timeout=30 * ranks,
+                               beside=lambda: truth(case))
+    want = truth(case)
+    for rank, got in enumerate(results):
         note = parity.compare(got, want)
         assert note is None, f"{case}: rank {rank}: {note}"
         assert (got["count"], got["pairs"]) == (want["count"], want["pairs"])
@@ -518,7 +527,7 @@ def coverage():
         layouts = sum(math.prod(layout.values()) == n for layout in LAYOUTS)
         lines.append(f"| {n} | {layouts} | {count(DEFAULT, n)} | {count(ALL, n)} |")
     lines += [f"| all | {len(LAYOUTS)} | {len(DEFAULT)} | {len(ALL)} |", ""]
-    for words, cases, layouts in (("`pytest`, layouts on 2 and 4 ranks", DEFAULT, SMALL),
+    for words, cases, layouts in ((f"`pytest`, {len(SMALL)} small layouts", DEFAULT, SMALL),
                                   ("`pytest -m full`, every layout", ALL, LAYOUTS)):
         options = OPTIONS | {"layout": layouts}
         wanted = pairs([dict(zip(two, values)) for two in itertools.combinations(options, 2)
@@ -555,7 +564,7 @@ COMPILED = {  # layout and options -> graphs in all: for all layers, steps and m
     "zero-bubble": ({"pp": 2}, {"parallel.schedule": "zero-bubble"}, 5),
     "cp": ({"cp": 2}, {}, 4),
 }
-BY_DEFAULT = "tp, recomputation",
+BY_DEFAULT = "tp, recomputation", "zero-bubble"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, inside dynamo
