@@ -946,3 +946,12 @@ def test_a_url_that_nobody_can_open():
     for url in ("what://bucket/run", "s4://x"):
         with pytest.raises(ValueError, match=url):
             checkpoint.place(url)
+
+
+def test_folders_of_others_are_on_a_disk(tmp_path):
+    path, _ = simple(tmp_path / "run", 1)
+    there = checkpoint.place(f"memory://{tmp_path}/there")
+    for make in (lambda: checkpoint.merge(path, there),
+                 lambda: checkpoint.import_folder(there, tmp_path / "new")):
+        with pytest.raises(ValueError, match="there: must be a folder on a disk"):
+            make()
