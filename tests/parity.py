@@ -4,6 +4,7 @@ A case is a dict of dotted config keys (and `ignore`, a rule for targets that do
 `run_case` trains it for a few steps through train.py's own build and train_step, on this process'
 place in the layout, and returns logical (unsharded) tensors."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -63,9 +64,15 @@ def compare(got, want):
     return agree("held-out loss", got["val_loss"], want["val_loss"]) if "val_loss" in want else None
 
 
+@functools.cache
+def default_config():
+    """config.yaml, read once: PyYAML takes as long for it as some ranks for a step."""
+    return train.load_config([])
+
+
 def config_of(case):
     """The full config of a case, through the loader's own coercion."""
-    config = train.load_config([])
+    config = copy.deepcopy(default_config())
     for key, value in (TINY | case).items():
         if "." in key:
             section, _, name = key.partition(".")
