@@ -56,6 +56,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def require(ok, message):
+    if not ok:
+        raise ValueError(message)
+
+
 class Box(NamedTuple):  # a rectangular piece of a tensor
     offset: tuple
     shape: tuple
@@ -152,15 +157,11 @@ class Url(str):
         return [path for path in paths if fnmatch.fnmatchcase(path.name, pattern)]
 
     def stat(self):
-        is_file = self.is_file()
-        return types.SimpleNamespace(st_size=self.fs.size(self), st_mtime=self.fs.modified(
-            self).timestamp() if is_file else 0.0)
+        written = self.fs.modified(self).timestamp() if self.fs.isfile(self) else 0.0
+        return types.SimpleNamespace(st_size=self.fs.size(self), st_mtime=written)
 
     def exists(self):
         return self.fs.exists(self)
-
-    def is_file(self):
-        return self.fs.isfile(self)
 
     def is_dir(self):
         self.fs.invalidate_cache()
@@ -204,19 +205,10 @@ def file_system(url):
 
 def place(path):
     """A pathlib.Path, or a Url if it is written as one."""
-    if isinstance(path, Url):
-        return path
     if "://" not in str(path):
         return pathlib.Path(path)
     file_system(path)
     return Url(str(path).rstrip("/"))
-
-
-def remove_folder(path):
-    if isinstance(path, Url):
-        path.fs.rm(path, recursive=True)
-    else:
-        shutil.rmtree(path)
 
 
 # ---- The safetensors container --------------------------------------------------------------
@@ -235,7 +227,6 @@ def sync_folder(path):  # what was created, renamed or removed in it is durable 
 def write_file(path, head, tensors=()):
     """Bytes and then tensors, one at a time, durable on return. Never over an existing file (on an
     object store the caller sees to that: names take turns)."""
-    path = place(path)
     on_disk = not isinstance(path, Url)
     with open(path, "xb") if on_disk else path.open("wb") as f:
         f.write(head)
@@ -264,7 +255,6 @@ def write_safetensors(path, tensors, metadata, make=None):
 def read_header(path):
     """({name: dtype, shape, data_offsets}, metadata, the file as a memory map, or as a Remote: only
     what is used is read). The offsets are from the beginning of the file."""
-    path = place(path)
     try:
         if isinstance(path, Url):
             file = Remote(path)
@@ -276,11 +266,9 @@ def read_header(path):
         metadata = entries.pop("__metadata__", {})
         for e in sorted(entries.values(), key=lambda e: e["data_offsets"]):
             begin, at = at, at + math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize
-            if e["data_offsets"] != [begin - 8 - n, at - 8 - n]:
-                raise ValueError("a gap or an overlap")
+            require(e["data_offsets"] == [begin - 8 - n, at - 8 - n], "a gap or an overlap")
             e["data_offsets"] = begin, at
-        if at != len(file):
-            raise ValueError(f"{len(file)} bytes instead of {at}")
+        require(at == len(file), f"{len(file)} bytes instead of {at}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(f"{path}: not a whole safetensors file ({e!r})") from None
     return entries, metadata, file
@@ -322,7 +310,7 @@ class Save:
         self.files = [f"rank_{r:05d}{turn}.safetensors" for r in range(self.world)]
         mine = self.folder / self.files[self.rank]
         mine.unlink(missing_ok=True)  # left by a save that was interrupted
-        write_rank(mine, self.step, self.pieces)
+        write_rank(mine, self.pieces)
 
     def commit(self):
         if self.rank == 0:
@@ -441,19 +429,17 @@ def tidy(folder):
             path.unlink()
 
 
-def write_rank(path, step, pieces, make=None):
+def write_rank(path, pieces, make=None):
     """`make(name)`, called twice, gives the tensor of which a piece is the outline."""
     tensors, about = {}, {}
     for piece in pieces:
         for box, view in logical(piece):
             key = f"{piece.name}{box}"
-            if key in tensors:
-                raise ValueError(f"{key} is given twice")
+            require(key not in tensors, f"{key} is given twice")
             tensors[key] = view
             crc = zlib.crc32(raw(make(piece.name) if make else view))
             about[key] = [piece.name, list(piece.full_shape), box.offset, crc]
-    write_safetensors(path, tensors, {"format": f"minimesh {VERSION}", "step": str(step),
-                                      "boxes": json.dumps(about)},
+    write_safetensors(path, tensors, {"format": f"minimesh {VERSION}", "boxes": json.dumps(about)},
                       make and (lambda key: make(about[key][0])))
 
 
@@ -494,8 +480,7 @@ def read_index(path, whole=False):
     try:
         index = json.loads((path / INDEX).read_bytes())
         kind = f"{index['format']} {index['version']}"
-        if kind != f"minimesh {VERSION}":
-            raise ValueError(f"it is of {kind}, not minimesh {VERSION}")
+        require(kind == f"minimesh {VERSION}", f"it is of {kind}, not minimesh {VERSION}")
         if lost := {"written", "meta", "files", "tensors"} - set(index):
             raise ValueError(f"no {lost}")
     except (FileNotFoundError, NotADirectoryError):
@@ -503,8 +488,7 @@ def read_index(path, whole=False):
     except (ValueError, LookupError, TypeError) as e:
         raise ValueError(f"{path / INDEX}: not readable ({e})") from None
     for name, size in index["files"].items() if whole else ():
-        if not (path / name).is_file():
-            raise ValueError(f"{path / name} is missing")
+        require((path / name).exists(), f"{path / name} is missing")
         if (found := (path / name).stat().st_size) != size:
             raise ValueError(f"{path / name} has {found:,} bytes instead of {size:,}")
     return index
@@ -542,6 +526,17 @@ def latest(root, warn):
             lost.append(reason)
     if lost:
         raise ValueError(f"{root}: no good checkpoint left, move it to start afresh: {lost[0]}")
+
+
+def find(path):
+    """The checkpoint that `path` is, or the newest complete one of a run folder. ValueError."""
+    path = place(path)
+    path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if (path / INDEX).exists():
+        return path
+    newest = latest(path, lambda line: print(line, file=sys.stderr))
+    require(newest, f"{path}: no complete checkpoint there")
+    return newest
 
 
 def open_boxes(path):
@@ -597,7 +592,10 @@ def prune(root, keep, every=None):
     for path in gone:
         (path / INDEX).unlink(missing_ok=True)  # first: half a checkpoint is none
         sync_folder(path)
-        remove_folder(path)
+        if isinstance(path, Url):
+            path.fs.rm(path, recursive=True)
+        else:
+            shutil.rmtree(path)
     return gone
 
 
@@ -629,26 +627,21 @@ def whole_tensors(path):
 @contextlib.contextmanager
 def appear(out):
     """A new folder, which stands at `out` when the block has ended well, and nowhere before."""
-    if isinstance(out, Url):
-        raise ValueError(f"{out}: must be a folder on a disk")
-    if out.exists():
-        raise ValueError(f"{out} exists already")
-    new = out.with_name(f"{out.name}.tmp")
-    new.mkdir()
-    try:
+    require(not isinstance(out, Url), f"{out}: must be a folder on a disk")
+    require(not out.exists(), f"{out} exists already")
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temp:
+        new = pathlib.Path(temp, out.name)
+        new.mkdir()
         yield new
         new.rename(out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    sync_folder(out.parent)
 
 
 def write_whole(out, step, meta, tensors, make):
     """A checkpoint of one file with one box a tensor. `tensors` is as in an index, of which only
     shape and dtype count; make(name) gives a tensor when its turn comes."""
     with appear(out) as new:
-        write_rank(new / "rank_00000.safetensors", step, outlines(tensors), make)
+        write_rank(new / "rank_00000.safetensors", outlines(tensors), make)
         commit(new, step, meta, ["rank_00000.safetensors"])
 
 
@@ -740,16 +733,14 @@ TENSORS["qwen3"] = TENSORS["llama"] + """
     model.layers.*.self_attn.q_norm          layers.*.attn.q_norm  H
     model.layers.*.self_attn.k_norm          layers.*.attn.k_norm  H"""
 # Keys that translate, ours:theirs. Of each kind, what must be so in our section and in theirs.
-LLAMA = dict(pair.split(":") for pair in (
+LLAMA, GPT2, ROPE = (dict(pair.split(":") for pair in pairs.split()) for pairs in (
     "n_layer:num_hidden_layers d_model:hidden_size n_head:num_attention_heads d_head:head_dim "
     "n_kv_head:num_key_value_heads d_ff:intermediate_size vocab_size:vocab_size "
-    "max_len:max_position_embeddings norm_eps:rms_norm_eps tied:tie_word_embeddings").split())
-GPT2 = dict(pair.split(":") for pair in (
+    "max_len:max_position_embeddings norm_eps:rms_norm_eps tied:tie_word_embeddings",
     "n_layer:n_layer d_model:n_embd n_head:n_head d_ff:n_inner vocab_size:vocab_size "
-    "max_len:n_positions norm_eps:layer_norm_epsilon tied:tie_word_embeddings").split())
-ROPE = dict(pair.split(":") for pair in (
+    "max_len:n_positions norm_eps:layer_norm_epsilon tied:tie_word_embeddings",
     "factor:factor low_freq_factor:low_freq_factor high_freq_factor:high_freq_factor "
-    "original_max_len:original_max_position_embeddings").split())
+    "original_max_len:original_max_position_embeddings"))
 BASE = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": False,
         "qk_norm": False, "window": None, "logit_softcap": None}
 KINDS = {
@@ -792,8 +783,7 @@ def to_config(m, eot=None):
 def from_config(config):
     """(kind, our section `model`) of a config.json of transformers 4 or 5."""
     kind = config.get("model_type")
-    if kind not in KINDS:
-        raise ValueError(f"config.json: model_type = {kind!r}: known are {', '.join(KINDS)}")
+    require(kind in KINDS, f"config.json: model_type = {kind!r}: known are {', '.join(KINDS)}")
     keys, ours, theirs = KINDS[kind]
     check_fixed("config.json: ", kind, config, theirs)
     given = {our: config[their] for our, their in keys.items() if config.get(their) is not None}
@@ -837,12 +827,10 @@ def stacked(parts):  # the shape of the parts one below the other
 
 def check_tensors(where, held, wanted):
     """Of {name: shape}: what is there, what must be."""
-    wrong = [f"{name} is missing" for name in wanted if name not in held]
-    wrong += [f"{name} is unknown" for name in held if name not in wanted]
-    wrong += [f"{name} is {[*held[name]]} instead of {[*wanted[name]]}" for name in wanted
-              if name in held and [*held[name]] != [*wanted[name]]]
-    if wrong:
-        raise ValueError(f"{where}: {len(wrong)} tensors do not fit: {', '.join(wrong[:9])}")
+    wrong = [f"{name} is missing" if name not in held else f"{name} is unknown"
+             if name not in wanted else f"{name} is {[*held[name]]} instead of {[*wanted[name]]}"
+             for name in wanted | held if held.get(name) != wanted.get(name)]
+    require(not wrong, f"{where}: {len(wrong)} tensors do not fit: {', '.join(wrong[:9])}")
 
 
 def export(path, out, dtype=None, limit=5 * 10**9):
@@ -855,7 +843,7 @@ def export(path, out, dtype=None, limit=5 * 10**9):
     kind, config = to_config(model, index["meta"].get("eot"))
     rows = table(kind, model)
     stored = {name[6:]: t for name, t in index["tensors"].items() if name[:6] == "param/"}
-    check_tensors(path, {name: t["shape"] for name, t in stored.items()},
+    check_tensors(path, {name: tuple(t["shape"]) for name, t in stored.items()},
                   {name: shape for _, parts in rows.values() for name, shape in parts.items()})
     dtype = dtype or DTYPES[stored["embed.tokens.weight"]["dtype"]]
 
@@ -904,8 +892,7 @@ def copy_tokenizer(name, out):
 
 def import_folder(folder, out, tokenizer=None):
     """Make a checkpoint, of parameters only, of a Hugging Face folder; dtypes as they are there."""
-    if isinstance(folder, Url):
-        raise ValueError(f"{folder}: must be a folder on a disk")
+    require(not isinstance(folder, Url), f"{folder}: must be a folder on a disk")
     config = json.loads((folder / "config.json").read_text())
     kind, model = from_config(config)
     rows, held, files = table(kind, model), {}, ["model.safetensors"]
@@ -948,8 +935,7 @@ def verify(path):
 
 def ls(root):
     root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    if not root.is_dir():
-        raise ValueError(f"{root}: no such folder")
+    require(root.is_dir(), f"{root}: no such folder")
     print("        step  written                     MB  files  tensors       parameters")
     for step, _, index, state in reversed(list(survey(root))):
         if index:
@@ -962,8 +948,7 @@ def ls(root):
 
 def show(path, name=None):
     index = read_index(path)
-    if name is not None and name not in index["tensors"]:
-        raise ValueError(f"{path} holds no tensor {name}")
+    require(name is None or name in index["tensors"], f"{path} holds no tensor {name}")
     files = list(index["files"])
     for key in index["tensors"] if name is None else [name]:
         t = index["tensors"][key]
@@ -1005,7 +990,7 @@ def main():
     try:
         path, other = place(args.path), place(args.name or "")
         if args.what == "diff":
-            sys.exit((diff_metrics if path.is_file() else diff)(path, other))
+            sys.exit((diff_metrics if path.name.endswith(".jsonl") else diff)(path, other))
         {None: demo, "ls": lambda: ls(path), "verify": lambda: verify(path),
          "show": lambda: show(path, args.name), "merge": lambda: merge(path, other),
          "export": lambda: print(export(path, other, args.dtype and getattr(torch, args.dtype))),

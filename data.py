@@ -62,8 +62,7 @@ def require(ok, message):
         raise ValueError(message)
 
 
-# ---- shards -------------------------------------------------------------------------------------
-
+# ---- Shards ---------------------------------------------------------------------------------
 def dtype_of(vocab_size):
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
@@ -167,15 +166,15 @@ def new_splits(folder, splits, tok, shard_tokens=100_000_000, force=False):
                 shutil.copyfile(tok.file, os.path.join(temp, tok.name.split()[0]))
             for old in (path for s in splits for path in shards(folder, s, "*")):
                 os.remove(old)
-            for new in sorted(os.listdir(temp), reverse=True):  # without shard 0 nothing is read
+            # shard 0 comes last: without it nothing is read
+            for new in sorted(os.listdir(temp), key=lambda name: "-00000.tokens" in name):
                 os.replace(os.path.join(temp, new), os.path.join(folder, new))
     finally:
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # only if an error left it empty
 
 
-# ---- tokenizers ---------------------------------------------------------------------------------
-
+# ---- Tokenizers -----------------------------------------------------------------------------
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
           r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
@@ -275,8 +274,7 @@ def _from_json(raw):
     return pattern, ranks, {t["content"]: t["id"] for t in spec["added_tokens"]}, norm is not None
 
 
-# ---- text -> tokens -----------------------------------------------------------------------------
-
+# ---- Text -> tokens -------------------------------------------------------------------------
 def _walk(folder):
     for root, dirs, files in os.walk(folder):
         dirs[:] = sorted(d for d in dirs if d[0] != ".")
@@ -382,8 +380,7 @@ def prepare_default(out):
     prepare([p for p in files if p.endswith(".py")], out, val=0.05)
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
+# ---- Reading --------------------------------------------------------------------------------
 class Tokens:
     """A split of a token folder: memory-mapped shards that read as one stream of tokens."""
 
@@ -469,8 +466,7 @@ class Blank:
         return [np.zeros(n, np.int64)]
 
 
-# ---- the order of samples -----------------------------------------------------------------------
-
+# ---- The order of samples -------------------------------------------------------------------
 def _mix(z, salt=0):
     """splitmix64 of a uint64 array, xor `salt` (an integer from 0 on or a uint64 array)."""
     z = (z ^ salt) + np.uint64(0x9E3779B97F4A7C15)
@@ -516,14 +512,12 @@ def _block(seed, block, n_windows, weights):
 def sample_at(seed, n, n_windows, weights=(1.0,)):
     """(source, epoch, window) of sample number n since the run began, an integer or an array. A
     source goes through its windows in a new random order each epoch, without replacement."""
-    numbers = (np.asarray(n) // BLOCK).ravel().tolist()
-    low, high, order = min(numbers), max(numbers), (tuple(n_windows), tuple(weights))
-    blocks = [_block(seed, b, *order) for b in range(low, high + 1)]
+    low, high = np.min(n) // BLOCK, np.max(n) // BLOCK
+    blocks = [_block(seed, b, tuple(n_windows), tuple(weights)) for b in range(low, high + 1)]
     return (np.hstack(blocks) if len(blocks) > 1 else blocks[0])[:, n - low * BLOCK]
 
 
-# ---- batches ------------------------------------------------------------------------------------
-
+# ---- Batches --------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """One microbatch, of torch tensors. Query i of a row sees the keys lo[i] .. i of its row."""
 
@@ -553,8 +547,7 @@ def make_batch(sources, source, window, sample, seq_len, mask_documents=False, p
     if any(t.masked for t in sources):
         counts = [part for t, at in places for part in t.parts(at + 1, seq_len, "counts")]
         targets[np.concatenate(counts).reshape(targets.shape) == 0] = IGNORE
-    pos = np.empty_like(tokens)
-    pos[:] = span
+    pos = np.tile(span, (len(tokens), 1))
     if mask_documents:
         ends = tokens == sources[0].eot
         targets[ends] = IGNORE  # the eot itself is a target, what comes after it is not
@@ -573,15 +566,18 @@ class Loader:
     def __init__(self, sources, weights, seq_len, seed, global_batch, microbatch, rank=0, ranks=1,
                  mask_documents=False, pin=False):
         weights = tuple(weights or [1.0] * len(sources))
-        require(len(weights) == len(sources) and min(weights) > 0 and min(slots_of(weights)) > 0,
-                f"data.weights {weights}: one per source, each above 1/{BLOCK} of their sum")
+        require(len(weights) == len(sources)
+                and all(type(w) in (int, float) and w > 0 for w in weights)
+                and min(slots_of(weights)) > 0, f"data.path: weights {weights}: a number for each "
+                f"source, above 1/{BLOCK} of their sum")
         local = global_batch // ranks
         require(min(microbatch, local) > 0 and global_batch % ranks == 0,
                 f"train.microbatch {microbatch}: from 1; train.global_batch {global_batch}: a "
                 f"multiple of the {ranks} data ranks, such as {max(1, local) * ranks}")
         for a, b in itertools.pairwise(sources):
             require((a.tokenizer_name, a.vocab_size) == (b.tokenizer_name, b.vocab_size),
-                    f"data.path {b.folder}: tokenizer {b.tokenizer_name}, not {a.tokenizer_name}")
+                    f"data.path {b.folder}: tokenizer {b.tokenizer_name} of {b.vocab_size} ids, "
+                    f"not {a.tokenizer_name} of {a.vocab_size}")
         windows = tuple(s.windows(seq_len) for s in sources)
         self.sample_at = functools.partial(sample_at, seed, n_windows=windows, weights=weights)
         self.sources, self.global_batch = sources, global_batch
@@ -611,8 +607,7 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
 
-def eval_batches(tokens, seq_len, n_sequences, microbatch, rank=0, ranks=1, mask_documents=False,
-                 pin=False):
+def eval_batches(tokens, seq_len, n_sequences, microbatch, rank=0, ranks=1, mask_documents=False):
     """`n_sequences` windows (None: all) evenly over the split, dealt out to the ranks. Each rank
     yields equally many batches of equal size: the rows past the end of its share are padding."""
     total = tokens.windows(seq_len)
@@ -620,11 +615,10 @@ def eval_batches(tokens, seq_len, n_sequences, microbatch, rank=0, ranks=1, mask
     for done in range(0, -(-n // ranks), microbatch):
         i = (done + np.arange(microbatch)) * ranks + rank
         yield make_batch([tokens], i * 0, np.where(i < n, i * total // n, 0), i, seq_len,
-                         mask_documents, pin, int(np.count_nonzero(i < n)))
+                         mask_documents, real=int(np.count_nonzero(i < n)))
 
 
-# ---- commands -----------------------------------------------------------------------------------
-
+# ---- Commands -------------------------------------------------------------------------------
 def peek(folder, split="train", at=0, check=False):
     """What a split holds, and the text around token AT; with --check after reading every token."""
     t = Tokens(folder, split)
@@ -676,7 +670,7 @@ def demo():
 
 def main(argv=None):
     """The commands are the functions above: parameters are arguments, keywords are options."""
-    ap = argparse.ArgumentParser(prog="data.py", description=demo.__doc__)
+    ap = argparse.ArgumentParser(prog="data.py", description=__doc__.split("\n")[0])
     commands = ap.add_subparsers(metavar="COMMAND")
     for f in (prepare, peek, synth, trace):
         p = commands.add_parser(f.__name__, help=f.__doc__.split(".")[0], description=f.__doc__)

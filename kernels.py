@@ -43,18 +43,12 @@ def wide(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def emulated_dtypes():
-    """The dtypes for whose matrix products this CPU has no instruction. torch then runs a scalar
-    loop that is 5 to 80 times slower than float32, so the products below go through float32."""
-    if not torch.backends.mkldnn.is_available():
-        return (torch.bfloat16, torch.float16)
-    has = torch.ops.mkldnn
-    found = ((torch.bfloat16, has._is_mkldnn_bf16_supported()),
-             (torch.float16, has._is_mkldnn_fp16_supported()))
-    return tuple(dtype for dtype, supported in found if not supported)
-
-
-EMULATED = emulated_dtypes()
+# The dtypes for whose matrix products this CPU has no instruction. torch then runs a scalar loop,
+# many times slower than float32, so the products below go through float32.
+EMULATED = tuple(
+    dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+    if not (torch.backends.mkldnn.is_available()
+            and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()))
 
 
 def on_cpu(x):
@@ -66,11 +60,10 @@ def emulated(x):
     return x.dtype in EMULATED and on_cpu(x)
 
 
-# ---------------------------------------------------------------------------------------------
-# PyTorch or Triton, and what the kernels share. What memory bounds reads an operand once and writes
-# a result once; in between all is float32 (float64 for float64), to which numbers are converted as
-# they are loaded. No atomics: the same bits in every run. What a stride or a program's number
-# multiplies has 64 bits.
+# ---- PyTorch or Triton, and what the kernels share ------------------------------------------
+# What memory bounds reads an operand once and writes a result once; in between all is float32
+# (float64 for float64), to which numbers are converted as they are loaded. No atomics: equal bits
+# in every run. What a stride or a program's number multiplies has 64 bits.
 
 AUTO = {  # what `auto` gives to Triton. A CPU has none; inside of a compiled layer torch joins
     # memory-bound operations to their neighbours by itself. Not measured yet: python bench/gpu.py
@@ -87,15 +80,19 @@ def by_triton(operation, x, how):
     return triton is not None and x.dtype != torch.float64 and operation in AUTO.get(device, ())
 
 
-def operator(fn, schema, fake, mutates=()):
-    """fn as an operator of torch: torch.compile puts a call of it into its graph and does not look
-    inside. `fake` makes the results' shapes. Without Triton fn is left as it is, and not called."""
-    if triton is None:
-        return fn
-    name = f"minimesh::{fn.__name__}"
-    made = torch.library.custom_op(name, fn, mutates_args=mutates, schema=schema)
-    made.register_fake(fake)
-    return made
+def operator(schema, fake, mutates=()):
+    """Makes a function an operator of torch: torch.compile puts a call of it into its graph and
+    does not look inside. `fake` makes the results' shapes. Without Triton the function is left as
+    it is, and not called."""
+    def register(fn):
+        if triton is None:
+            return fn
+        name = f"minimesh::{fn.__name__}"
+        made = torch.library.custom_op(name, fn, mutates_args=mutates, schema=schema)
+        made.register_fake(fake)
+        return made
+
+    return register
 
 
 TILE = 4096  # numbers of each operand that a program holds at a time
@@ -131,10 +128,7 @@ def block_options(size):
     return dict(BLOCK=block, **launch(block))
 
 
-# ---------------------------------------------------------------------------------------------
-# Normalisation
-
-
+# ---- Normalisation --------------------------------------------------------------------------
 def rms_norm_ref(x, weight, eps, residual=None):
     """y = cast(x / sqrt(mean(x^2) + eps)) * weight over the last dim: normalised in float32, cast
     to x.dtype, then times the weight, which is Llama's order (Zhang and Sennrich 2019; Touvron et
@@ -205,6 +199,8 @@ def rms_norm_results(x, residual, *_):
     return x.new_empty(x.shape), h, x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
 
 
+@operator("(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+          rms_norm_results)
 def rms_norm_forward(x, residual, weight, eps):
     """-> y = rms_norm(h), h = x + residual (empty if there is none), 1/rms of each row in float32.
     See rms_norm_ref."""
@@ -219,6 +215,8 @@ def rms_norm_forward(x, residual, weight, eps):
     return y, h, r
 
 
+@operator("(Tensor dy, Tensor h, Tensor weight, Tensor r, Tensor? dh) -> (Tensor, Tensor)",
+          lambda dy, h, weight, r, dh: (h.new_empty(h.shape), r.new_empty(h.shape[-1])))
 def rms_norm_backward(dy, h, weight, r, dh):
     """-> dx, with dh, the gradient that reaches h without the norm (or None), added to it; and
     dweight in float32: the sum of one part per program, of which there are as many as run at once.
@@ -235,15 +233,6 @@ def rms_norm_backward(dy, h, weight, r, dh):
     parts = r.new_empty(min(triton.cdiv(len(h), given["ROWS"]), most), D)
     rms_norm_backward_kernel[(len(parts),)](dy, h, weight, r, dh, dx, parts, *sizes, **given)
     return dx, parts.sum(0)
-
-
-rms_norm_forward = operator(
-    rms_norm_forward, "(Tensor x, Tensor? residual, Tensor weight, float eps) -> "
-    "(Tensor, Tensor, Tensor)", rms_norm_results)
-rms_norm_backward = operator(
-    rms_norm_backward, "(Tensor dy, Tensor h, Tensor weight, Tensor r, Tensor? dh) -> "
-    "(Tensor, Tensor)", lambda dy, h, weight, r, dh: (h.new_empty(h.shape),
-                                                      r.new_empty(h.shape[-1])))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -286,7 +275,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x, weight, eps, residual=None, how="auto"):
-    """See rms_norm_ref. On a CPU a third to a quarter of F.rms_norm's time, forward + backward."""
+    """See rms_norm_ref."""
     return _RMSNorm.apply(x, residual, weight, eps, how)
 
 
@@ -298,10 +287,7 @@ def layer_norm(x, weight, bias, eps, residual=None):
     return y if residual is None else (y, x)
 
 
-# ---------------------------------------------------------------------------------------------
-# Rotary embedding
-
-
+# ---- Rotary embedding -----------------------------------------------------------------------
 def rope_tables(positions_max, d_head, theta, scaling=None, dtype=torch.float32, device=None):
     """cos and sin of position * f_i, f_i = theta^(-2i/d), each [positions_max, d_head / 2].
 
@@ -370,6 +356,8 @@ def rotary_options(d, *heads):
     return dict(HALF=d // 2, BLOCK=block, Q_HEADS=q, K_HEADS=k, **launch(q * block))
 
 
+@operator("(Tensor q, Tensor k, Tensor cos, Tensor sin, int sign) -> (Tensor, Tensor)",
+          lambda q, k, cos, sin, sign: (q.new_empty(q.shape), k.new_empty(k.shape)))
 def rotary_forward(q, k, cos, sin, sign):
     """-> q and k, new and contiguous, turned by their angles (sign 1) or back (-1: the backward).
     See rotary_ref."""
@@ -382,11 +370,6 @@ def rotary_forward(q, k, cos, sin, sign):
         given = dict(rotary_options(d, H, k.shape[2]), SIGN=sign)
         rotary_kernel[(B * T,)](q, k, cos, sin, q_out, k_out, *strides, T, H, k.shape[2], **given)
     return q_out, k_out
-
-
-rotary_forward = operator(
-    rotary_forward, "(Tensor q, Tensor k, Tensor cos, Tensor sin, int sign) -> (Tensor, Tensor)",
-    lambda q, k, cos, sin, sign: (q.new_empty(q.shape), k.new_empty(k.shape)))
 
 
 def rotate(x, cos, sin):
@@ -423,10 +406,7 @@ def rotary(q, k, cos, sin, how="auto"):
     return _Rotary.apply(q, k, cos, sin, how)
 
 
-# ---------------------------------------------------------------------------------------------
-# Activations
-
-
+# ---- Activations ----------------------------------------------------------------------------
 def swiglu_ref(gate, up):
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)) (Shazeer 2020). Any shape."""
     return F.silu(gate) * up
@@ -458,22 +438,18 @@ def elementwise(kernel, inputs, outputs):
     return outputs
 
 
+@operator("(Tensor gate, Tensor up) -> Tensor", lambda gate, up: gate.new_empty(gate.shape))
 def swiglu_forward(gate, up):
     """See swiglu_ref."""
     return elementwise(swiglu_kernel, (gate, up), (gate.new_empty(gate.shape),))[0]
 
 
+@operator("(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+          lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 def swiglu_backward(dy, gate, up):
     """-> dgate, dup."""
     outputs = gate.new_empty(gate.shape), up.new_empty(up.shape)
     return elementwise(swiglu_backward_kernel, (dy, gate, up), outputs)
-
-
-swiglu_forward = operator(swiglu_forward, "(Tensor gate, Tensor up) -> Tensor",
-                          lambda gate, up: gate.new_empty(gate.shape))
-swiglu_backward = operator(
-    swiglu_backward, "(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-    lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -505,9 +481,7 @@ def gelu(x):
     return F.gelu(x, approximate="tanh")
 
 
-# ---------------------------------------------------------------------------------------------
-# Attention
-
+# ---- Attention ------------------------------------------------------------------------------
 SHORT = 1024  # up to this length the CPU path beats torch's flash kernel and keeps probabilities
 
 
@@ -650,7 +624,7 @@ def rows_backward(do, q, k, v, lse, delta, lo, hi, bounds, scale, softcap, kept)
 
 def fused(q, k, lo, hi, softcap):
     """Is this for torch's own kernel: the plain causal or full square, and on a CPU a long one?"""
-    plain = lo is None and (hi is None or not torch.is_tensor(hi)) and softcap is None
+    plain = lo is None and not torch.is_tensor(hi) and softcap is None
     if q.is_cuda:
         return plain and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return plain and (not on_cpu(q) or max(q.shape[1], k.shape[1]) > SHORT)
@@ -879,6 +853,9 @@ def flash_arguments(kernel, scale, softcap, q, k, *others):
     return strides + sizes, dict(given, SCALE=scale, SOFTCAP=softcap)
 
 
+@operator("(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, float scale, float? softcap) -> "
+          "(Tensor, Tensor)", lambda q, k, v, *_: (q.new_empty(q.shape), q.new_empty(
+              q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))))
 def flash_forward(q, k, v, lo, hi, scale, softcap):
     """-> o, contiguous, and lse. A query that sees no key has o = 0 and lse = -inf."""
     B, Tq, H, _ = q.shape
@@ -891,6 +868,10 @@ def flash_forward(q, k, v, lo, hi, scale, softcap):
     return o, lse
 
 
+@operator("(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor lo, "
+          "Tensor hi, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
+          lambda do, q, k, v, lse, *_: tuple(
+              x.new_empty(x.shape, dtype=lse.dtype) for x in (q, k, v)))
 def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
     """-> dq, dk, dv in the dtype of lse. See attention_backward."""
     B, Tq, H, _ = q.shape
@@ -905,16 +886,6 @@ def flash_backward(do, q, k, v, lse, delta, lo, hi, scale, softcap):
     grid = (k.shape[2] * first.numel(),)
     dkv_kernel[grid](q, k, v, do, lo, hi, lse, delta, first, last, dk, dv, *numbers, **given)
     return dq, dk, dv
-
-
-flash_forward = operator(
-    flash_forward, "(Tensor q, Tensor k, Tensor v, Tensor lo, Tensor hi, float scale, "
-    "float? softcap) -> (Tensor, Tensor)", lambda q, k, v, *_: (
-        q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))))
-flash_backward = operator(
-    flash_backward, "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
-    "Tensor lo, Tensor hi, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
-    lambda do, q, k, v, lse, *_: tuple(x.new_empty(x.shape, dtype=lse.dtype) for x in (q, k, v)))
 
 
 def attention_forward(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, kept=None,
@@ -994,10 +965,8 @@ def attention(q, k, v, lo=None, hi=None, bounds=None, scale=None, softcap=None, 
     return _Attention.apply(q, k, v, lo, hi, keep, with_lse, (bounds, scale, softcap), how)
 
 
-# ---------------------------------------------------------------------------------------------
-# Linear + cross-entropy of a chunk of tokens, over a vocabulary that may be spread over ranks
-
-
+# ---- Linear + cross-entropy -----------------------------------------------------------------
+# of a chunk of tokens, over a vocabulary that may be spread over ranks
 def linear_cross_entropy_ref(x, weight, targets, softcap=None, z_loss=0.0):
     """Sum over the counted rows of lse_i - z_i[target_i] + z_loss lse_i^2, where z = x W^T (capped
     to softcap tanh(z / softcap)) and lse_i = log sum_v exp(z_iv). A row whose target is -100 does
@@ -1064,6 +1033,7 @@ def row_factors(logits, *_):
     return tuple(logits.new_empty(len(logits), dtype=wide(logits.dtype)) for _ in range(3))
 
 
+@operator("(Tensor logits, Tensor local, float? softcap) -> (Tensor, Tensor, Tensor)", row_factors)
 def ce_local_triton(logits, local, softcap):
     """See ce_local_, whose m, s and hit these are; the logits are read once and left."""
     n, V = logits.shape
@@ -1076,6 +1046,8 @@ def ce_local_triton(logits, local, softcap):
     return m, s, hit
 
 
+@operator("(Tensor(a!) logits, Tensor local, Tensor lse, Tensor factor, float? softcap, "
+          "float z_loss) -> ()", lambda *_: None, mutates=("logits",))
 def ce_grad_triton_(logits, local, lse, factor, softcap, z_loss):
     """Overwrites the logits by the gradient with respect to them,
 
@@ -1094,14 +1066,6 @@ def ce_grad_triton_(logits, local, lse, factor, softcap, z_loss):
             logits.copy_(rows)
 
 
-ce_local_triton = operator(
-    ce_local_triton, "(Tensor logits, Tensor local, float? softcap) -> (Tensor, Tensor, Tensor)",
-    row_factors)
-ce_grad_triton_ = operator(
-    ce_grad_triton_, "(Tensor(a!) logits, Tensor local, Tensor lse, Tensor factor, float? softcap, "
-    "float z_loss) -> ()", lambda *_: None, mutates=("logits",))
-
-
 def ce_local_(logits, prob, local, softcap, tile):
     """First phase, no communication. logits [n, V] of this rank's columns -> prob [n, V], their
     softmax over these columns alone (prob may be logits itself); and per row, in float32: the
@@ -1118,9 +1082,7 @@ def ce_local_(logits, prob, local, softcap, tile):
     rows = n if tile is None else tile.shape[0]
     for i in range(0, n, max(rows, 1)):
         z, p = logits[i : i + rows], prob[i : i + rows]
-        f = p if tile is None else tile[: len(z)]
-        if f is not z:
-            f.copy_(z)
+        f = (p if tile is None else tile[: len(z)]).copy_(z)  # nothing, where they are one
         if softcap is not None:
             f.div_(softcap).tanh_().mul_(softcap)
         m[i : i + rows] = f.amax(-1)

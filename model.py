@@ -39,36 +39,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import kernels
-from parallel import (
-    Blocks,
-    Chunk,
-    all_gather,
-    all_reduce,
-    attention_steps,
-    balance,
-    build_mesh,
-    chunks_of,
-    cut_sequence,
-    declare,
-    enter,
-    enter_in_graph,
-    key64,
-    layout_of,
-    leave,
-    leave_in_graph,
-    linear_cross_entropy,
-    list_params,
-    logical_index,
-    lookup,
-    mix64,
-    positions_of,
-    program,
-    random_bits,
-    ring_attention,
-    run,
-    shift_right,
-    ulysses,
-)
+import parallel
 
 
 @dataclasses.dataclass
@@ -101,7 +72,7 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.d_head is None:
-            check(self.d_model % self.n_head == 0, "model.n_head", self.n_head,
+            check(self.n_head > 0 and self.d_model % self.n_head == 0, "model.n_head", self.n_head,
                   f"must divide model.d_model = {self.d_model}, or set model.d_head")
             self.d_head = self.d_model // self.n_head
         for key in ("n_layer", "d_model", "n_head", "n_kv_head", "d_head", "d_ff", "vocab_size",
@@ -147,10 +118,7 @@ class Micro(NamedTuple):
     drop_index: torch.Tensor | None  # [B, T/tp] int64: number of the token in the global batch
 
 
-# ---------------------------------------------------------------------------------------------
-# The blocks
-
-
+# ---- The blocks -----------------------------------------------------------------------------
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm over the last dim, computed in float32. With a
     residual, of x + residual, which is returned as well."""
@@ -158,9 +126,9 @@ class Norm(nn.Module):
     def __init__(self, cfg, dim, how):
         super().__init__()
         self.kind, self.eps, self.how = cfg.norm, cfg.norm_eps, how
-        self.weight = declare(nn.Parameter(torch.empty(dim)))
+        self.weight = parallel.declare(nn.Parameter(torch.empty(dim)))
         has_bias = cfg.bias and cfg.norm == "layernorm"
-        self.bias = declare(nn.Parameter(torch.empty(dim))) if has_bias else None
+        self.bias = parallel.declare(nn.Parameter(torch.empty(dim))) if has_bias else None
 
     def forward(self, x, residual=None):
         if self.kind == "rmsnorm":
@@ -175,9 +143,9 @@ def linear(d_in, d_out, bias, cut, tp):
     full = (d_out, d_in)
     d_out, d_in = (d_out // tp if cut == 0 else d_out), (d_in // tp if cut == 1 else d_in)
     layer = nn.Linear(d_in, d_out, bias=bias)
-    declare(layer.weight, cut, full)
+    parallel.declare(layer.weight, cut, full)
     if bias:
-        declare(layer.bias, 0 if cut == 0 else None, full[:1])
+        parallel.declare(layer.bias, 0 if cut == 0 else None, full[:1])
     return layer
 
 
@@ -190,7 +158,7 @@ class Attention(nn.Module):
         super().__init__()
         self.mesh, self.d_head, self.rotary = mesh, cfg.d_head, cfg.positions == "rotary"
         self.window, self.how = window, how
-        self.keep, self.enter, self.leave = keep_gathered, enter, leave
+        self.keep, self.enter, self.leave = keep_gathered, parallel.enter, parallel.leave
         tp = mesh.size["tp"]
         d_q, d_kv = cfg.n_head * cfg.d_head, cfg.n_kv_head * cfg.d_head
         self.shared = cfg.n_kv_head < tp  # one key head for several ranks: the number of this one
@@ -229,13 +197,14 @@ class Attention(nn.Module):
         if len(steps) > 1:
             functions = (partial(f, how=self.how) for f in (kernels.attention_forward,
                                                             kernels.attention_backward))
-            return ring_attention(tuple(functions), q, k, v, steps, self.mesh)
+            return parallel.ring_attention(tuple(functions), q, k, v, steps, self.mesh)
 
         def whole(q, k, v):
             return kernels.attention(q, k, v, *steps[0][2:], keep=keep, with_lse=False,
                                      how=self.how)[0]
 
-        return whole(q, k, v) if self.mesh.size["cp"] == 1 else ulysses(whole, q, k, v, self.mesh)
+        return (whole(q, k, v) if self.mesh.size["cp"] == 1
+                else parallel.ulysses(whole, q, k, v, self.mesh))
 
 
 class MLP(nn.Module):
@@ -243,11 +212,10 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, mesh, keep_gathered, how):
         super().__init__()
-        self.mesh, self.keep, self.enter, self.leave = mesh, keep_gathered, enter, leave
-        self.activation = kernels.gelu
-        if cfg.activation == "swiglu":
-            self.activation = partial(kernels.swiglu, how=how)
+        self.mesh, self.keep = mesh, keep_gathered
+        self.enter, self.leave = parallel.enter, parallel.leave
         tp, gated = mesh.size["tp"], cfg.activation == "swiglu"
+        self.activation = partial(kernels.swiglu, how=how) if gated else kernels.gelu
         self.gate = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp) if gated else None
         self.up = linear(cfg.d_model, cfg.d_ff, cfg.bias, 0, tp)
         self.down = linear(cfg.d_ff, cfg.d_model, cfg.bias, 1, tp)
@@ -263,18 +231,18 @@ class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, place in the model, token, channel): the
     same in one process, on any layout, and when a block is computed again for its backward."""
 
-    def __init__(self, p, place):
+    def __init__(self, p, place, device=None):
         super().__init__()
-        self.p, self.number = p, place
-        self.place = None  # 0-d int64 on the device: a Python int would be compiled in, per layer
+        self.p = p
+        self.place = torch.tensor(place, device=device)  # an int would be compiled in, per layer
 
     def forward(self, x, micro):
         if self.p == 0 or micro.drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device)
         index = micro.drop_index.unsqueeze(-1) * x.shape[-1] + channel  # [B, T/tp, D]
-        bits = shift_right(random_bits(mix64(micro.drop_key + self.place), index), 11)  # 53 bits
-        kept = bits >= int(self.p * 2**53)
+        bits = parallel.random_bits(parallel.mix64(micro.drop_key + self.place), index)
+        kept = parallel.shift_right(bits, 11) >= int(self.p * 2**53)
         return torch.where(kept, x, 0) * (1 / (1 - self.p))
 
 
@@ -316,8 +284,8 @@ class Layer(nn.Module):
         self.attn = Attention(cfg, mesh, keep_gathered, cfg.windows[number], how)
         self.mlp_norm = Norm(cfg, cfg.d_model, how)
         self.mlp = MLP(cfg, mesh, keep_gathered, how)
-        self.attn_drop = Dropout(cfg.dropout, 2 * number + 1)
-        self.mlp_drop = Dropout(cfg.dropout, 2 * number + 2)
+        self.attn_drop = Dropout(cfg.dropout, 2 * number + 1, mesh.device)
+        self.mlp_drop = Dropout(cfg.dropout, 2 * number + 2, mesh.device)
 
     def forward(self, x, micro, later=None, cheap=plain):
         attn = self.attn(cheap(self.attn_norm, x), micro, later, cheap)
@@ -344,8 +312,8 @@ class Table(nn.Module):
 
     def __init__(self, rows, dim, cut=None, full_rows=None):
         super().__init__()
-        full_shape = (full_rows or rows, dim)
-        self.weight = declare(nn.Parameter(torch.empty(rows, dim)), cut, full_shape)
+        self.weight = parallel.declare(nn.Parameter(torch.empty(rows, dim)), cut,
+                                       (full_rows or rows, dim))
 
 
 class Embed(nn.Module):
@@ -353,12 +321,12 @@ class Embed(nn.Module):
         super().__init__()
         self.mesh, self.tokens = mesh, table
         self.positions = Table(cfg.max_len, cfg.d_model) if cfg.positions == "learned" else None
-        self.drop = Dropout(cfg.dropout, 0)
+        self.drop = Dropout(cfg.dropout, 0, mesh.device)
 
     def forward(self, _, micro, later=None):
-        x = lookup(micro.tokens, self.tokens.weight, self.mesh, later)  # [B, T/tp, D]
+        x = parallel.lookup(micro.tokens, self.tokens.weight, self.mesh, later)  # [B, T/tp, D]
         if self.positions is not None:
-            x = x + lookup(micro.pos, self.positions.weight, later=later)
+            x = x + parallel.lookup(micro.pos, self.positions.weight, later=later)
         return self.drop(x, micro)
 
 
@@ -380,7 +348,7 @@ class Head(nn.Module):
         main_grad = getattr(self.weight, "main_grad", None)
         forward = partial(kernels.ce_forward, how=self.how)
         functions = kernels.ce_weight, forward, kernels.ce_backward
-        return linear_cross_entropy(
+        return parallel.linear_cross_entropy(
             self.mesh, functions, x, self.weight, targets, micro.scale, vocab=self.vocab,
             chunk=self.chunk, weight_grad=main_grad, softcap=self.softcap, z_loss=self.z_loss,
             scratch=self.scratch)
@@ -389,11 +357,11 @@ class Head(nn.Module):
         """Of one position, for every rank: x [B, T/tp, D] -> [B, V] in float32, without padding of
         the vocabulary. `at`: its index here, None where another cp rank has it. All-gathers over tp
         of x and of the logits, a sum over cp."""
-        x = all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")  # [T, B, D]
-        x = torch.zeros_like(x[0]) if at is None else x[at].contiguous()
-        x = all_reduce(self.mesh, x, "cp", what="sampling")
-        logits = all_gather(self.mesh, F.linear(self.weight, x), "tp", "sampling")  # [rows, B]
-        logits = logits[: self.vocab].t().float()
+        x = parallel.all_gather(self.mesh, self.norm(x).transpose(0, 1), "tp", "sampling")
+        x = torch.zeros_like(x[0]) if at is None else x[at].contiguous()  # of [T, B, D]
+        x = parallel.all_reduce(self.mesh, x, "cp", what="sampling")
+        logits = parallel.all_gather(self.mesh, F.linear(self.weight, x), "tp", "sampling")
+        logits = logits[: self.vocab].t().float()  # [rows, B] -> [B, V]
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -415,7 +383,7 @@ class Transformer(nn.Module):
             for i in numbers:
                 self.layers[str(i)] = Layer(cfg, mesh, i, keep_gathered, how)
             self.names += ["embed"] * (s == 0) + [f"layers.{i}" for i in numbers] + ["head"] * last
-            self.chunks.append(Chunk(range(first, len(self.names)), last))
+            self.chunks.append(parallel.Chunk(range(first, len(self.names)), last))
         rows = -(-cfg.vocab_size // (pad_vocab * mesh.size["tp"])) * pad_vocab  # of this tp rank
         table = Table(rows, cfg.d_model, 0, cfg.vocab_size)
         if rank == 0:
@@ -426,7 +394,7 @@ class Transformer(nn.Module):
         # a weight of two stages is a block of its own, so that both cut it into the same shards
         self.shared = [("embed.tokens", table)] * (cfg.tied and p > 1 and rank in (0, p - 1))
         self.tables, self.in_graph = (None, None), False
-        self.parts = chunks_of(mesh.size["cp"], 0, cp_mode)[1] * mesh.size["tp"]  # of a sequence
+        self.parts = parallel.chunks_of(mesh.size["cp"], 0, cp_mode)[1] * mesh.size["tp"]  # of T
 
     def named_blocks(self):
         return [(name, self.get_submodule(name)) for name in self.names]
@@ -442,11 +410,12 @@ class Transformer(nn.Module):
         if compiled:
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             forward = torch.compile(forward, dynamic=False, fullgraph=at_once and alone)
-            put_in, put_out = enter, leave
+            put_in, put_out = parallel.enter, parallel.leave
             if not at_once:
-                put_in, put_out = map(torch.compiler.disable, (enter, leave))
+                put_in, put_out = map(torch.compiler.disable, (parallel.enter, parallel.leave))
             elif self.mesh.size["tp"] > 1:
-                put_in, put_out = enter_in_graph(self.mesh), leave_in_graph(self.mesh)
+                put_in = parallel.enter_in_graph(self.mesh)
+                put_out = parallel.leave_in_graph(self.mesh)
             for layer in self.layers.values():
                 layer.attn.enter = layer.mlp.enter = put_in
                 layer.attn.leave = layer.mlp.leave = put_out
@@ -469,13 +438,13 @@ class Transformer(nn.Module):
         and add what attention sees, rotary tables at the positions, numbers for dropout. `lo`,
         `seen`: of documents, see attention_steps."""
         def mine(x):
-            return x if x is None else cut_sequence(x, self.mesh, self.cp_mode)
+            return x if x is None else parallel.cut_sequence(x, self.mesh, self.cp_mode)
 
         T, device, (cos, sin) = tokens.shape[1], tokens.device, self.tables
         c, rank, at = self.mesh.size["cp"], self.mesh.coord["cp"], torch.arange(T, device=device)
         at, pos = mine(at.unsqueeze(0)), mine(pos)  # [1, T/c], [B, T/c]
         lo = mine(lo) if self.cp_mode == "ring" else lo
-        steps = {w: attention_steps(T, c, rank, self.cp_mode, device, lo, seen, w)
+        steps = {w: parallel.attention_steps(T, c, rank, self.cp_mode, device, lo, seen, w)
                  for w in {self.cfg.windows[int(i)] for i in self.layers}}
         if self.in_graph:  # a graph for every batch is too much for what the host knows of it
             steps = {w: [step._replace(bounds=None)] for w, [step] in steps.items()}
@@ -484,8 +453,8 @@ class Transformer(nn.Module):
             cos, sin = (t[plain_at if pos is None else pos] for t in (cos, sin))
         drop_key, drop_index = drop_key if self.cfg.dropout > 0 else None, None
         if drop_key is not None:
-            drop_index = positions_of(sample.unsqueeze(1) * T + at, self.mesh)
-        pos = positions_of(at if pos is None else pos, self.mesh)
+            drop_index = parallel.positions_of(sample.unsqueeze(1) * T + at, self.mesh)
+        pos = parallel.positions_of(at if pos is None else pos, self.mesh)
         return Micro(mine(tokens), mine(targets), pos, steps, cos, sin, scale, drop_key, drop_index)
 
 
@@ -498,37 +467,31 @@ def build(cfg, mesh, dtype, pad_vocab=1, loss_chunk=1024, keep_gathered=False, s
                             how)
     model.dtype, p = dtype, mesh.size["pp"]
     twin = {0: p - 1, p - 1: 0}.get(mesh.coord["pp"]) if cfg.tied and p > 1 else None
-    blocks = Blocks(model.named_blocks(), mesh, dtype, shared=model.shared, twin=twin, **sharding)
-    for module in model.modules():
-        if isinstance(module, Dropout):
-            module.place = torch.tensor(module.number, device=mesh.device)
+    blocks = parallel.Blocks(model.named_blocks(), mesh, dtype, shared=model.shared, twin=twin,
+                             **sharding)
     if cfg.positions == "rotary":
-        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         model.tables = kernels.rope_tables(cfg.max_len, cfg.d_head, cfg.rope_theta,
-                                           cfg.rope_scaling, table_dtype, mesh.device)
+                                           cfg.rope_scaling, blocks.master_dtype, mesh.device)
     return model, blocks
 
 
-# ---------------------------------------------------------------------------------------------
-# Initial weights, counts
-
-
-def init_std(name, cfg):
-    """Standard deviation of a parameter's initial values; None means ones, 0 means zeros."""
+# ---- Initial weights, counts ----------------------------------------------------------------
+def init_of(name, cfg):
+    """(mean, standard deviation) of a parameter's initial values."""
     if name.endswith("norm.weight"):
-        return None
+        return 1.0, 0.0
     if name.endswith("bias"):
-        return 0.0
+        return 0.0, 0.0
     if cfg.depth_init and name.endswith(("attn.o.weight", "mlp.down.weight")):
-        return cfg.init_std / math.sqrt(2 * cfg.n_layer)  # two residual branches a layer, GPT-2
-    return cfg.init_std
+        return 0.0, cfg.init_std / math.sqrt(2 * cfg.n_layer)  # two residual branches, GPT-2
+    return 0.0, cfg.init_std
 
 
 def bell(key, index):
     """Values of mean 0 and variance 1 for each logical index (float64): the sum of four 16-bit
     uniform numbers, whose bell ends at 3.46. Integers up to the last product, so that every
     device and every shard gives the same bits (a logarithm or a cosine would not)."""
-    bits = random_bits(key, index)
+    bits = parallel.random_bits(key, index)
     total = sum((bits >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
     return (total - 2 * 0xFFFF).double() / math.sqrt((2**32 - 1) / 3)
 
@@ -537,25 +500,21 @@ def init_weights(blocks, cfg, seed):
     """Give every parameter its value: a function of (seed, name, index in the logical tensor), so
     the same on any layout, with no full-size draw."""
     for p in blocks.params:
-        (data, first), std = blocks.local(blocks.master, p), init_std(p.name, cfg)
-        if std is None:
-            data.fill_(1.0)
-            continue
-        if std == 0.0:
-            continue
-        key = key64("init", seed, p.name)
+        (data, first), (mean, std) = blocks.local(blocks.master, p), init_of(p.name, cfg)
+        key = parallel.key64("init", seed, p.name)
         for part in data.split(1 << 20):
-            index = logical_index(p.shape, p.full_shape, p.cut_offset(blocks.mesh), first,
+            index = parallel.logical_index(p.shape, p.full_shape, p.cut_offset(blocks.mesh), first,
                                   first + part.numel(), data.device)
-            part.copy_(torch.where(index < 0, 0.0, bell(key, index) * std))
+            part.copy_(torch.where(index < 0, 0.0, mean + std * bell(key, index)))
             first += part.numel()
     blocks.refresh()
 
 
 def whole_model(cfg):
     """The parameters of the whole model as one process would hold them: [Param]."""
+    mesh = parallel.build_mesh(parallel.layout_of(1), "cpu")
     with torch.device("meta"):
-        return list_params(Transformer(cfg, build_mesh(layout_of(1), "cpu")).named_blocks())
+        return parallel.list_params(Transformer(cfg, mesh).named_blocks())
 
 
 def count_params(cfg):
@@ -570,7 +529,7 @@ def cut(cfg, n_stage, seq_len):
     head = 6 * cfg.d_model * cfg.vocab_size
     costs = [(flops_per_token(cfg, seq_len) - head) / cfg.n_layer] * cfg.n_layer
     costs[-1] += head
-    bounds = balance(costs, n_stage)
+    bounds = parallel.balance(costs, n_stage)
     parts = [sum(costs[i:j]) for i, j in zip(bounds, bounds[1:])]
     return [j - i for i, j in zip(bounds, bounds[1:])], max(parts) * n_stage / sum(parts)
 
@@ -598,10 +557,7 @@ def flops_per_token(cfg, seq_len):
     return flops(cfg, seq_len, sum(w * seq_len - w * (w - 1) // 2 for w in windows)) / seq_len
 
 
-# ---------------------------------------------------------------------------------------------
-# Text
-
-
+# ---- Text -----------------------------------------------------------------------------------
 def pick(logits, temperature, top_k, top_p, generator):
     """Draw one token for each row of logits [B, V]."""
     if temperature == 0:
@@ -625,7 +581,7 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
     rank draws the same tokens."""
     generator = torch.Generator(tokens.device).manual_seed(seed)
     p, stage = model.mesh.size["pp"], model.mesh.coord["pp"]
-    schedule = program(p, stage, "interleaved", 1, len(model.chunks), training=False)
+    schedule = parallel.program(p, stage, "interleaved", 1, len(model.chunks), training=False)
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(n):
         context = tokens[:, -model.cfg.max_len :]
@@ -637,14 +593,14 @@ def generate(model, blocks, tokens, n, temperature=0.8, top_k=None, top_p=None, 
         micro, fns = model.micro(context, pos=pos), model.functions()
         token = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
         held = torch.arange(context.shape[1]).unsqueeze(0)
-        held = cut_sequence(held, model.mesh, model.cp_mode)[0].tolist()
+        held = parallel.cut_sequence(held, model.mesh, model.cp_mode)[0].tolist()
         at = held.index(last) if last in held else None
         if model.chunks[-1].last:
             fns[-1] = lambda x, micro, later, at=at: model.head.logits(x, at)
-        logits = run(schedule, fns, blocks, [micro], chunks=model.chunks, empty=model.empty)
+        logits = parallel.run(schedule, fns, blocks, [micro], None, model.chunks, model.empty)
         if model.chunks[-1].last:
-            token = pick(logits, temperature, top_k, top_p, generator)
-        token = all_reduce(model.mesh, token, "pp")
+            token = pick(logits[0], temperature, top_k, top_p, generator)
+        token = parallel.all_reduce(model.mesh, token, "pp")
         tokens = torch.cat([tokens, token.unsqueeze(1)], dim=1)
         if stop is not None:
             done |= token == stop
@@ -661,10 +617,7 @@ def sample(model, blocks, tokenizer, prompt, n, **choices):
     return tokenizer.decode([t for t in out[0].tolist() if t != tokenizer.eot])
 
 
-# ---------------------------------------------------------------------------------------------
-# From the shell
-
-
+# ---- From the shell -------------------------------------------------------------------------
 def print_table(cfg, seq_len):
     """Name, local shape, cut and count of every parameter."""
     print(f"{'parameter':<32} {'shape':<18} {'cut over tp':<12} {'count':>15}")
@@ -677,31 +630,15 @@ def print_table(cfg, seq_len):
     print(f"{flops:,.0f} FLOPs a token at length {seq_len}, forward and backward")
 
 
-def find_checkpoint(path):
-    """The checkpoint that `path` is, or the newest complete one of a run folder. ValueError."""
-    import checkpoint
-
-    path = checkpoint.place(path)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    if not (path / "index.json").exists():
-        newest = checkpoint.latest(path, lambda line: print(line, file=sys.stderr))
-        if newest is None:
-            raise ValueError(f"{path}: no complete checkpoint there")
-        path = newest
-    return path
-
-
 def load_for_sampling(path, tokenizer=None):
     """(model, blocks, tokenizer) of a run folder or checkpoint, float32, on the best device."""
     import checkpoint
     import data
-
-    path = find_checkpoint(path)
+    path = checkpoint.find(path)
     meta = checkpoint.read_meta(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cfg = ModelConfig(**meta["config"]["model"])
-    model, blocks = build(cfg, build_mesh(layout_of(1), device), torch.float32)
+    model, blocks = build(cfg, parallel.build_mesh(parallel.layout_of(1), device), torch.float32)
     checkpoint.load(path, pieces(blocks, kinds=("param",)))
     return model, blocks, data.load_tokenizer(tokenizer or meta["tokenizer"])
 
@@ -709,7 +646,6 @@ def load_for_sampling(path, tokenizer=None):
 def pieces(blocks, shared=False, kinds=("param", "exp_avg", "exp_avg_sq")):
     """This rank's state in the terms of checkpoint.py; `shared`: what this replica is to write."""
     import checkpoint
-
     return [checkpoint.Piece(f"{kind}/{p.name}", data, start, p.shape, p.cut_offset(blocks.mesh),
                              p.full_shape)
             for kind, p, data, start in blocks.state(shared) if kind in kinds]
@@ -717,8 +653,10 @@ def pieces(blocks, shared=False, kinds=("param", "exp_avg", "exp_avg_sq")):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", default="config.yaml", help="a config, or 'sample'")
-    parser.add_argument("path", nargs="?", help="sample: a run folder or a checkpoint")
+    default = pathlib.Path(__file__).with_name("config.yaml")
+    parser.add_argument("what", nargs="?", default=default, help="a config, or 'sample'")
+    parser.add_argument("path", nargs="?", default="runs/default",
+                        help="sample: a run folder or a checkpoint")
     parser.add_argument("prompt", nargs="?", default="")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -729,9 +667,7 @@ def main():
     args = parser.parse_args()
     if args.what != "sample":
         import yaml
-
-        here = pathlib.Path(__file__).parent
-        config = yaml.safe_load((here / "config.yaml").read_text())
+        config = yaml.safe_load(default.read_text())
         override = yaml.safe_load(pathlib.Path(args.what).read_text())
         section = config["model"] | (override.get("model") or {})
         seq_len = (config["data"] | (override.get("data") or {}))["seq_len"]

@@ -51,9 +51,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw
 
-# ---------------------------------------------------------------------------------------------
-# 1. Mesh, door, ledger
-
+# ---- 1. Mesh, door, ledger ------------------------------------------------------------------
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 UNIONS = {  # groups over several axes at once
     "data": ("dp", "fsdp"),  # ranks that read different samples
@@ -140,8 +138,9 @@ def stop():
 
 def lost_peer(error):
     """Does the error only say that another rank has ended?"""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, dist.DistBackendError) or any(word in str(error) for word in words)
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's
+             "Timed out waiting", "ncclRemoteError", "communicator was aborted")
+    return any(word in str(error) for word in words)
 
 
 def layout_of(world, **sizes):
@@ -172,25 +171,19 @@ def build_mesh(sizes, device, timeout=600):
     world = math.prod(sizes.values())
     rank = dist.get_rank() if world > 1 else 0
     mesh = Mesh(dict(sizes), {}, {}, torch.device(device), rank, world)
-    below = 1
-    for axis in reversed(AXES):
-        mesh.coord[axis] = rank // below % sizes[axis]
-        below *= sizes[axis]
+    mesh.coord = dict(zip(AXES, map(int, np.unravel_index(rank, [sizes[a] for a in AXES]))))
     for name, axes in UNIONS.items():
-        mesh.size[name] = math.prod(sizes[a] for a in axes)
-        mesh.coord[name] = 0
-        for a in axes:
-            mesh.coord[name] = mesh.coord[name] * sizes[a] + mesh.coord[a]
+        shape = [sizes[a] for a in axes]
+        mesh.size[name] = math.prod(shape)
+        mesh.coord[name] = int(np.ravel_multi_index([mesh.coord[a] for a in axes], shape))
     if world == 1:
         mesh.group = dict.fromkeys([*AXES, *UNIONS])
         return mesh
     real = tuple(a for a in AXES if sizes[a] > 1)  # a group costs threads and memory
     shape = tuple(sizes[a] for a in real)
     grid = dist.init_device_mesh(mesh.device.type, shape, mesh_dim_names=real)
-    for axis in AXES:
-        mesh.group[axis] = grid.get_group(axis) if axis in real else None
-    made = {(): None} | {(axis,): mesh.group[axis] for axis in real}
-    for name, axes in UNIONS.items():
+    made = {(): None} | {(axis,): grid.get_group(axis) for axis in real}
+    for name, axes in ({axis: (axis,) for axis in AXES} | UNIONS).items():
         axes = tuple(a for a in axes if a in real)
         if axes not in made:
             made[axes] = grid[axes]._flatten(name).get_group()
@@ -225,29 +218,29 @@ def named(name):
 
 def all_reduce(mesh, x, axis, op="sum", wait=True, what=""):
     """Sum (or max, min) of x over `axis`, in place, on every rank. Sends 2 N (n-1)/n bytes of N.
-    With wait=False returns a handle (None at size 1) whose wait() makes x ready."""
+    With wait=False returns a handle that gives x."""
     n = mesh.size[axis]
     if n == 1:
-        return x if wait else None
+        return x if wait else Handle(lambda: x)
     assert x.is_contiguous(), (x.shape, x.stride())  # gloo would take what lies between as well
     nbytes = 2 * x.numel() * x.element_size() * (n - 1) // n
     name = count(mesh, axis, f"all_reduce {op}", nbytes, what)
     how = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     with named(name):
         work = dist.all_reduce(x, how, group=mesh.group[axis], async_op=not wait)
-    return x if wait else Handle(work, lambda: x, name)
+    return x if wait else Handle(lambda: x, work, name=name)
 
 
 class Handle:
     """A collective under way: wait() gives its result. On a GPU the stream waits, not the host."""
 
-    def __init__(self, work, finish, name="", patience=()):
-        self.work, self.finish, self.name, self.patience = work, finish, name, patience
+    def __init__(self, finish, *works, name="", patience=()):
+        self.finish, self.works, self.name, self.patience = finish, works, name, patience
 
     def wait(self):
-        if self.work is not None:
-            with named(self.name):
-                self.work.wait(*self.patience)
+        with named(self.name):
+            for work in self.works:
+                work.wait(*self.patience)
         return self.finish()
 
 
@@ -257,16 +250,16 @@ def all_gather_into(mesh, out, x, axis, what=""):
     n = mesh.size[axis]
     if n == 1:
         out.copy_(x)
-        return Handle(None, lambda: out)
+        return Handle(lambda: out)
     name = count(mesh, axis, "all_gather", out.numel() * out.element_size() * (n - 1) // n, what)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
-    return Handle(gather(out, x, group=mesh.group[axis], async_op=True), lambda: out, name)
+    return Handle(lambda: out, gather(out, x, group=mesh.group[axis], async_op=True), name=name)
 
 
 def all_gather_start(mesh, x, axis, what=""):
     """Start to join the x of every rank of `axis` along dim 0: [n * x.shape[0], ...]."""
     if mesh.size[axis] == 1:
-        return Handle(None, lambda: x)
+        return Handle(lambda: x)
     out = x.new_empty(mesh.size[axis] * x.shape[0], *x.shape[1:])
     return all_gather_into(mesh, out, x.contiguous(), axis, what)
 
@@ -285,17 +278,17 @@ def reduce_scatter_start(mesh, x, axis, what=""):
     n = mesh.size[axis]
     wide = torch.promote_types(x.dtype, torch.float32)
     if n == 1:
-        return Handle(None, lambda: x)
+        return Handle(lambda: x)
     assert x.shape[0] % n == 0, (x.shape, n)
     name = count(mesh, axis, "reduce_scatter", x.numel() * x.element_size() * (n - 1) // n, what)
     if x.device.type == "cpu" and not mesh.simulated:
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=mesh.group[axis], async_op=True)
         rows = parts.view(n, x.shape[0] // n, *x.shape[1:])
-        return Handle(work, lambda: rows.sum(0, dtype=wide), name)
+        return Handle(lambda: rows.sum(0, dtype=wide), work, name=name)
     out = x.new_empty(x.shape[0] // n, *x.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return Handle(scatter(out, x, group=mesh.group[axis], async_op=True), lambda: out, name)
+    return Handle(lambda: out, scatter(out, x, group=mesh.group[axis], async_op=True), name=name)
 
 
 def reduce_scatter(mesh, x, axis, what=""):
@@ -312,7 +305,7 @@ def all_to_all_start(mesh, x, axis, what=""):
     assert x.is_contiguous() and x.shape[0] == n, (x.shape, x.stride(), n)
     name = count(mesh, axis, "all_to_all", x.numel() * x.element_size() * (n - 1) // n, what)
     work = dist.all_to_all_single(out, x, group=mesh.group[axis], async_op=True)
-    return Handle(work, lambda: out, name)
+    return Handle(lambda: out, work, name=name)
 
 
 def add_pairs(parts):
@@ -334,22 +327,21 @@ def all_reduce_pairs(mesh, x, axis):
     return all_gather(mesh, reduce_scatter_pairs(mesh, x, axis), axis)
 
 
+def exchange(mesh, x, axis, to, source, op, what):
+    """Start to send x to the rank at coordinate `to` of `axis`; the handle gives what the one at
+    `source` sends here. As one: neither waits for the other to end. x must stay until then."""
+    name = count(mesh, axis, op, x.numel() * x.element_size(), what)
+    out, group = torch.empty_like(x), mesh.group[axis]
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, group=group, group_peer=to),
+                                    dist.P2POp(dist.irecv, out, group=group, group_peer=source)])
+    return Handle(lambda: out, *works, name=name, patience=mesh.patience)
+
+
 def shift_start(mesh, x, axis, what=""):
     """Start to send x to the next rank of the ring that `axis` is; the handle gives that of the one
-    before. x must stay as it is until then. Sends N bytes of N."""
-    name = count(mesh, axis, "shift", x.numel() * x.element_size(), what)
-    n, rank, group = mesh.size[axis], mesh.coord[axis], mesh.group[axis]
-    both = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
-            dist.P2POp(dist.irecv, torch.empty_like(x), group=group, group_peer=(rank - 1) % n)]
-    works = dist.batch_isend_irecv(both)
-
-    def finish():
-        with named(name):
-            for work in works:
-                work.wait(*mesh.patience)
-        return both[1].tensor
-
-    return Handle(None, finish)
+    before. Sends N bytes of N."""
+    n, rank = mesh.size[axis], mesh.coord[axis]
+    return exchange(mesh, x, axis, (rank + 1) % n, (rank - 1) % n, "shift", what)
 
 
 class Sending:
@@ -389,51 +381,34 @@ def send(mesh, x, stage):
 def receive(mesh, out, stage):
     """Start to fill `out` with what the rank at coordinate `stage` of pp sends."""
     work = dist.irecv(out, group=mesh.group["pp"], group_src=stage)
-    return Handle(work, lambda: out, "receive over pp", mesh.patience)
+    return Handle(lambda: out, work, name="receive over pp", patience=mesh.patience)
 
 
 def swap(mesh, x, stage, what=""):
     """x of the rank at coordinate `stage` of pp, which gets this rank's."""
-    name = count(mesh, "pp", "send", x.numel() * x.element_size(), what)
-    other, group = torch.empty_like(x), mesh.group["pp"]
-    both = [dist.P2POp(dist.isend, x, group=group, group_peer=stage),
-            dist.P2POp(dist.irecv, other, group=group, group_peer=stage)]
-    for work in dist.batch_isend_irecv(both):  # as one: neither waits for the other to end
-        with named(name):
-            work.wait(*mesh.patience)
-    return other
+    return exchange(mesh, x, "pp", stage, stage, "send", what).wait()
 
 
-class Pending:
-    """Integers on their way through the control group: sum over all ranks, on the host."""
-
-    def __init__(self, mesh, *values):
-        self.values = torch.tensor(values, dtype=torch.int64)
-        self.work, self.name = None, ""
-        if mesh.world > 1:
-            nbytes = 2 * self.values.numel() * 8 * (mesh.world - 1) // mesh.world
-            self.name = count(mesh, "world", "all_reduce sum (control)", nbytes)
-            self.work = dist.all_reduce(self.values, group=mesh.control, async_op=True)
-
-    def wait(self):
-        if self.work is not None:
-            with named(self.name):
-                self.work.wait()
-        return self.values.tolist()
+def sum_integers(mesh, *values):
+    """Start to sum integers over all ranks, on the host, through the control group."""
+    values, works, name = torch.tensor(values, dtype=torch.int64), [], ""
+    if mesh.world > 1:
+        nbytes = 2 * values.numel() * 8 * (mesh.world - 1) // mesh.world
+        name = count(mesh, "world", "all_reduce sum (control)", nbytes)
+        works = [dist.all_reduce(values, group=mesh.control, async_op=True)]
+    return Handle(values.tolist, *works, name=name)
 
 
 def agree(mesh, error=None):
     """A barrier that carries bad news: if any rank passes an error, all ranks raise it.
 
     Returns only when all ranks have called it with None."""
-    notes = [error and f"rank {mesh.rank}: {error}"]
+    notes = [error and f"rank {mesh.rank}: {error}"] * mesh.world
     if mesh.world > 1:
-        mine, notes = notes[0], [None] * mesh.world
         with named("agree over world"):
-            dist.all_gather_object(notes, mine, group=mesh.control)
-    bad = [note for note in notes if note]
-    if bad:
-        raise RuntimeError(bad[0])
+            dist.all_gather_object(notes, notes[0], group=mesh.control)
+    if any(notes):
+        raise RuntimeError(next(filter(None, notes)))
 
 
 def tell(mesh, value):
@@ -452,10 +427,7 @@ def ledger_table(mesh):
     return "\n".join(rows) or "  nothing: one process"
 
 
-# ---------------------------------------------------------------------------------------------
-# 2. Conjugate pairs: the two calls around each sublayer, and the bits that do not depend on rank
-
-
+# ---- 2. Conjugate pairs around each sublayer, and bits that do not depend on the rank -------
 class Now:
     """A `later` that does not wait: a weight's gradient goes into its accumulator in backward."""
 
@@ -497,7 +469,7 @@ def enter_backward(mesh, keep, x, weights, grads, later, accs):
     x, grads = sequence_first(x, mesh), [sequence_first(g, mesh) for g in grads]
 
     def gather():
-        return Handle(None, lambda: x) if keep else all_gather_start(mesh, x, "tp")
+        return Handle(lambda: x) if keep else all_gather_start(mesh, x, "tp")
 
     gathering = None if isinstance(later, list) else gather()
     shape, grads, dx = grads[0].shape[:2], [g.flatten(0, 1) for g in grads], None
@@ -665,17 +637,11 @@ def shift_right(x, n):
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
-def signed(n):
-    """The int64 with the same 64 bits as the non-negative integer n modulo 2^64."""
-    n %= 1 << 64
-    return n - (1 << 64) if n >= 1 << 63 else n
-
-
 def mix64(x):
     """A bijective scramble of int64 bits: the output function of splitmix64 (Steele, Lea and
     Flood 2014). Integers only, so every device and every slice of a tensor gives the same bits."""
-    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    x = (x ^ shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)  # as int64
+    x = (x ^ shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
     return x ^ shift_right(x, 31)
 
 
@@ -688,12 +654,11 @@ def key64(*parts):
 def random_bits(key, index):
     """64 random bits for each element of `index` (int64), a function of (key, index) alone.
     `key` is an int or a 0-d int64 tensor."""
-    return mix64(mix64(index * signed(0x9E3779B97F4A7C15) + key) ^ key)
+    return mix64(mix64(index * (0x9E3779B97F4A7C15 - 2**64) + key) ^ key)
 
 
-# ---------------------------------------------------------------------------------------------
-# 3. A vocabulary split over tp: rank r holds rows r n .. (r+1) n of the table, padded at the end
-
+# ---- 3. A vocabulary split over tp ----------------------------------------------------------
+# Rank r holds rows r n .. (r+1) n of the table, which is padded at the end
 IGNORE = -100  # a target that does not count
 
 
@@ -708,7 +673,7 @@ class _Lookup(torch.autograd.Function):
         foreign = None if owner is None else (index // n != owner).unsqueeze(-1)
         index = index if owner is None else index % n  # the owner's row; elsewhere any will do
         ctx.save_for_backward(index, foreign)
-        ctx.main_grad, ctx.shape, ctx.later = main_grad, weight.shape, later
+        ctx.main_grad, ctx.later = main_grad, later
         rows = F.embedding(index, weight)
         return rows if owner is None else rows.masked_fill_(foreign, 0)
 
@@ -718,9 +683,6 @@ class _Lookup(torch.autograd.Function):
         index, foreign = ctx.saved_tensors
         grad = grad if foreign is None else grad.masked_fill(foreign, 0)
         index, grad = index.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if ctx.main_grad is None:
-            dense = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
-            return None, dense, None, None, None
         acc, later = ctx.main_grad, Now() if ctx.later is None else ctx.later
         later.append(lambda: acc.index_add_(0, index, grad.to(acc.dtype)))
         return None, None, None, None, None
@@ -729,11 +691,11 @@ class _Lookup(torch.autograd.Function):
 def lookup(index, weight, mesh=None, later=None):
     """Rows of a table by number: index [B, T] -> [B, T, D]; with a mesh from a table split over
     tp, where each rank keeps its positions of the sum: [B, T/tp, D]. Forward: reduce-scatter over
-    tp. Backward: all-gather over tp. `later`: as in enter."""
-    main_grad = getattr(weight, "main_grad", None)
+    tp. Backward: all-gather over tp. `later`: where the
+    adding to `main_grad` is put; None: done at once."""
     if mesh is None or mesh.size["tp"] == 1:
-        return _Lookup.apply(index, weight, main_grad, None, later)
-    rows = _Lookup.apply(index.t(), weight, main_grad, mesh.coord["tp"], later)
+        return _Lookup.apply(index, weight, weight.main_grad, None, later)
+    rows = _Lookup.apply(index.t(), weight, weight.main_grad, mesh.coord["tp"], later)
     return _Leave.apply(rows, mesh, "embedding").transpose(0, 1)
 
 
@@ -803,10 +765,7 @@ def linear_cross_entropy(mesh, kernels, x, weight, targets, scale, *, vocab, chu
     return _LinearCrossEntropy.apply(x, weight, targets, scale, mesh, kernels, options)
 
 
-# ---------------------------------------------------------------------------------------------
-# 4. Sharded data parallelism
-
-
+# ---- 4. Sharded data parallelism ------------------------------------------------------------
 @dataclasses.dataclass
 class Param:
     """One parameter's place: in which block, where in the block's flat buffer, how it is cut.
@@ -913,9 +872,8 @@ class Blocks:
         self.params, n = list_params(blocks, shared), len(blocks) + len(shared)
         self.sizes, self.split, self.replicated = zip(*[
             self.place([p for p in self.params if p.block == b]) for b in range(n)])
-        self.shards = mesh.size["shard"] if zero else 1
-        self.spans = [(mesh.coord["shard"] * n // self.shards, (mesh.coord["shard"] + 1) * n
-                       // self.shards) if zero else (0, n) for n in self.sizes]
+        self.shards, at = (mesh.size["shard"], mesh.coord["shard"]) if zero else (1, 0)
+        self.spans = [(at * n // self.shards, (at + 1) * n // self.shards) for n in self.sizes]
         self.allocate()
         self.bind(blocks)
         self.gathering = [None] * n  # handle of an all-gather under way
@@ -923,7 +881,7 @@ class Blocks:
         self.open = [zero < 2 and not deterministic] * n  # the whole gradient holds something
         self.trees = {}  # (block, use) -> [(level, sum of 2^level rounds)], the highest first
         self.reducing = {}  # block -> handle of a reduce-scatter under way
-        self.summing = []  # handles of all-reduces
+        self.summing = []  # (block, handle of an all-reduce)
 
     def place(self, params):
         """Give the parameters of one block their places: decayed ones first, and those that are
@@ -942,18 +900,16 @@ class Blocks:
 
     def allocate(self):
         """The buffers: whole where the stage says so, else this rank's shard."""
-        def zeros(n, dtype):
-            return torch.zeros(n, dtype=dtype, device=self.mesh.device)
+        def zeros(n, dtype, host=False):
+            return torch.zeros(n, dtype=dtype, device="cpu" if host else self.mesh.device,
+                               pin_memory=host and self.mesh.device.type == "cuda")
 
-        def state(n, dtype):
-            if not self.offload:
-                return zeros(n, dtype)
-            return torch.zeros(n, dtype=dtype, pin_memory=self.mesh.device.type == "cuda")
-
+        state = functools.partial(zeros, host=self.offload)
         shard = [hi - lo for lo, hi in self.spans]
         same = self.dtype == self.master_dtype and not self.offload
         if self.zero < 3:
-            self.weight, self.lasting = [zeros(n, self.dtype) for n in self.sizes], None
+            self.weight = [zeros(n, self.dtype) for n in self.sizes]
+            self.lasting = [True] * len(self.sizes)
             self.piece = [w[lo:hi] for w, (lo, hi) in zip(self.weight, self.spans)]
         else:
             self.piece = [zeros(n, self.dtype) for n in shard]
@@ -983,16 +939,15 @@ class Blocks:
         """Make every module's parameter a view of its block's weight. Its `main_grad` is the view
         of the accumulator, for operations that add their weight's gradient there themselves."""
         self.tensors = [[] for _ in self.sizes]
-        self.uses = [{b} for b in range(len(blocks))]  # the blocks whose weights block b reads
+        inside = [set(block.modules()) for _, block in blocks]
+        self.uses = [{b} | {p.block for p in self.params if any(m in own for m, _ in p.owners)}
+                     for b, own in enumerate(inside)]  # the blocks whose weights block b reads
         for p in self.params:
             tensor = torch.nn.Parameter(self.view(self.weight, p))
             tensor.main_grad = self.view(self.full_grad, p)
             self.tensors[p.block].append(tensor)
             for module, attr in p.owners:
                 setattr(module, attr, tensor)
-                for b, (_, block) in enumerate(blocks):
-                    if any(m is module for m in block.modules()):
-                        self.uses[b].add(p.block)
         users = [[b for b, used in enumerate(self.uses) if i in used]
                  for i in range(len(self.sizes))]
         self.last_use = [max(among) for among in users]
@@ -1000,12 +955,9 @@ class Blocks:
         self.closes = [[i for i, among in enumerate(users) if min(among) == b]
                        for b in range(len(blocks))]
         self.tensors = [[t for i in closed for t in self.tensors[i]] for closed in self.closes]
-        if self.zero == 3:
-            for i, lasting in enumerate(self.lasting):
-                lasting or self.weight[i].untyped_storage().resize_(0)
-        if self.zero >= 2:
-            for i, lasting in enumerate(self.grad_lasting):
-                lasting or self.full_grad[i].untyped_storage().resize_(0)
+        for buffers, lasting in ((self.weight, self.lasting), (self.full_grad, self.grad_lasting)):
+            for buffer, lasts in zip(buffers, lasting):
+                lasts or buffer.untyped_storage().resize_(0)
 
     @staticmethod
     def view(buffers, p):
@@ -1023,9 +975,7 @@ class Blocks:
 
     def gather(self, i, ahead=()):
         """Make whole the weights that block i uses, and start on those of the blocks `ahead`."""
-        for b in self.uses[i]:
-            self.start_gather(b)
-        for j in list(ahead)[: self.prefetch]:
+        for j in (i, *ahead[: self.prefetch]):
             for b in self.uses[j]:
                 self.start_gather(b)
         self.arrive(self.uses[i])
@@ -1053,11 +1003,8 @@ class Blocks:
         """Bring the compute copy up to date with the master weights: a cast and, at zero 1 and 2,
         an all-gather of each block, which the next forward waits for block by block."""
         self.arrive()
-        if self.piece is not self.master and not self.offload:
-            torch._foreach_copy_(self.piece, self.master)
-        elif self.offload:
-            for piece, master in zip(self.piece, self.master):
-                piece.copy_(master, non_blocking=True)
+        if self.piece is not self.master:
+            torch._foreach_copy_(self.piece, self.master, non_blocking=True)
         if self.zero in (1, 2) and self.shards > 1:
             for i, alias in enumerate(self.alias):
                 if self.sizes[i]:
@@ -1136,10 +1083,8 @@ class Blocks:
         """Start the all-reduce of block i's gradient (shard) over `axis`, in the reduce dtype."""
         if self.mesh.size[axis] == 1 or not self.sizes[i]:
             return
-        sent = self.grad[i].to(self.reduce_dtype)
-        work = all_reduce(self.mesh, sent, axis, wait=False)
-        own = sent is self.grad[i]
-        self.summing.append(Handle(work, lambda: own or self.grad[i].copy_(sent)))
+        sent = self.grad[i].to(self.reduce_dtype)  # itself, where it has that dtype
+        self.summing.append((i, all_reduce(self.mesh, sent, axis, wait=False)))
 
     def finish_reduce(self, i):
         """The reduce-scatter of block i is done: keep its result; the last goes on over dp."""
@@ -1160,8 +1105,8 @@ class Blocks:
         self.collect_trees()
         for i in list(self.reducing):
             self.finish_reduce(i)
-        for handle in self.summing:
-            handle.wait()
+        for i, handle in self.summing:
+            self.grad[i].copy_(handle.wait())
         self.summing.clear()
         self.sum_replicated()
         self.sum_twins()
@@ -1245,15 +1190,10 @@ class Blocks:
 
     def slices(self, blocks, part):
         """The decayed (part 0) or other (part 1) slices of master, gradient and moments: lists."""
-        lists = [[], [], [], []]
-        for i in blocks:
-            lo, hi = self.spans[i]
-            cut = min(max(self.split[i] - lo, 0), hi - lo)
-            span = slice(0, cut) if part == 0 else slice(cut, None)
-            for out, buffers in zip(lists, (self.master, self.host_grad, self.exp_avg,
-                                            self.exp_avg_sq)):
-                out.append(buffers[i][span])
-        return lists
+        cuts = [max(self.split[i] - self.spans[i][0], 0) for i in blocks]
+        spans = [slice(cut) if part == 0 else slice(cut, None) for cut in cuts]
+        return [[buffers[i][span] for i, span in zip(blocks, spans)]
+                for buffers in (self.master, self.host_grad, self.exp_avg, self.exp_avg_sq)]
 
     def local(self, buffers, p, replica=(0, 1)):
         """Parameter p's elements in this rank's shard: (data, index of the first in the flattened
@@ -1299,15 +1239,10 @@ def take_turns(sizes, n, make):
     """A buffer for each block, and whether it lasts. Where more than n blocks have the same size,
     they take turns on n buffers, which last; each of the others has one of its own, whose storage
     is given back while it is not needed (the views of it stay valid)."""
-    pools, buffers, lasting, turn = {}, [], [], {}
-    for size in sizes:
-        many = sizes.count(size) > n
-        pool = pools.setdefault(size, [])
-        if not many or len(pool) < n:
-            pool.append(make(size))
-        at = turn[size] = turn.get(size, -1) + 1
-        buffers.append(pool[at % n if many else at])
-        lasting.append(many)
+    buffers, lasting = [], [sizes.count(size) > n for size in sizes]
+    for size, many in zip(sizes, lasting):
+        same = [buffer for buffer, other in zip(buffers, sizes) if other == size]
+        buffers.append(same[-n] if many and len(same) >= n else make(size))
     return buffers, lasting
 
 
@@ -1319,21 +1254,17 @@ def take_turns(sizes, n, make):
 def logical_index(shape, full_shape, offset, start, stop, device):
     """Index in the logical tensor of elements [start, stop) of the flattened local tensor, int64;
     -1 for padding past the logical shape."""
-    flat = torch.arange(start, stop, device=device)
-    index, inside, stride = torch.zeros_like(flat), None, 1
-    for n, full, begin in reversed(list(zip(shape, full_shape, offset))):
-        at = flat % n + begin
-        flat = flat // n
-        inside = at < full if inside is None else inside & (at < full)
-        index += at * stride
-        stride *= full
-    return index if inside is None else torch.where(inside, index, -1)
+    places = torch.unravel_index(torch.arange(start, stop, device=device), shape)
+    index, inside = 0, True
+    for at, full, begin in zip(places, full_shape, offset):
+        index, inside = index * full + at + begin, (at + begin < full) & inside
+    return torch.where(inside, index, -1)
 
 
 def fingerprint(data, index):
     """Sum modulo 2^64 of a mix of each element's logical index and bits (0-d int64 tensor)."""
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    mixed = mix64(mix64(index * signed(0x9E3779B97F4A7C15)) ^ data.view(ints).to(torch.int64))
+    mixed = mix64(mix64(index * (0x9E3779B97F4A7C15 - 2**64)) ^ data.view(ints).to(torch.int64))
     return torch.where(index < 0, 0, mixed).sum()
 
 
@@ -1355,7 +1286,7 @@ def fingerprints(blocks, names):
     for kind, p, data, start in blocks.state(shared=True):
         if data.numel():
             sums[f"{kind}/{p.name}"] = fingerprint_of(blocks, p, data, start).item()
-    total = Pending(blocks.mesh, *sums.values()).wait()
+    total = sum_integers(blocks.mesh, *sums.values()).wait()
     return {name: f"{value % 2**64:016x}" for name, value in zip(sums, total)}
 
 
@@ -1363,28 +1294,22 @@ def check_replicas(blocks):
     """Raise RuntimeError naming the first parameter whose replicas (over dp; at zero 0 over dp x
     fsdp x cp; over tp what it replicates; a tied weight between its stages) are not bit-identical.
     Two all-reduces, and two more over tp, of a word for each parameter."""
-    mesh, prints = blocks.mesh, []
-    for p in blocks.params:
-        prints.append(fingerprint_of(blocks, p, *blocks.local(blocks.master, p)).to(mesh.device))
-    every, prints, params = list(zip(prints, blocks.params)), torch.stack(prints), blocks.params
+    mesh, params = blocks.mesh, blocks.params
+    prints = torch.stack([fingerprint_of(blocks, p, *blocks.local(blocks.master, p))
+                          for p in params]).to(mesh.device)
     for axis in ("dp" if blocks.zero else "grad", "tp"):
-        if axis == "tp":
-            whole = [p.cut is None for p in params]
-            prints, params = prints[whole], [p for p in params if p.cut is None]
-        low = all_reduce(mesh, prints.clone(), axis, "min")
-        high = all_reduce(mesh, prints.clone(), axis, "max")
-        for p, differs in zip(params, (low != high).tolist()):
+        held = [axis != "tp" or p.cut is None for p in params]
+        low, high = (all_reduce(mesh, prints[held], axis, op) for op in ("min", "max"))
+        for p, differs in zip(itertools.compress(params, held), (low != high).tolist()):
             if differs:
                 raise RuntimeError(f"the replicas of {p.name} differ between {axis} ranks")
     if blocks.twin is not None:
-        mine = torch.stack([x for x, p in every if p.block == len(blocks.sizes) - 1])
+        mine = prints[[p.block == len(blocks.sizes) - 1 for p in params]]
         if not torch.equal(mine, swap(mesh, mine, blocks.twin, "tied")):
             raise RuntimeError("the tied weight differs between the first and the last stage")
 
 
-# ---------------------------------------------------------------------------------------------
-# 5. Context parallelism: c ranks share each sequence
-#
+# ---- 5. Context parallelism: c ranks share each sequence ------------------------------------
 #     ring       rank r holds chunks r and 2c-1-r of 2c. Keys and values go round: in step i it
 #                computes with those of rank r-i, while the next ones are on their way
 #     ulysses    rank r holds chunk r of c. For attention it changes them for the whole sequence of
@@ -1430,21 +1355,18 @@ def attention_steps(T, c, rank, mode, device, lo=None, seen=None, window=None):
     c, rank = (1, 0) if mode == "ulysses" else (c, rank)
     if lo is None and (window is None or window >= T):
         return [plain_step(rank, other, T // (2 * c)) for other in range(c)]
-    held = []  # of each rank: where its chunks begin, and how long they are
-    for other in range(c):
-        chunks, n = chunks_of(c, other, mode)
-        held.append(([i * (T // n) for i in chunks], T // n))
-    where = [np.concatenate([np.arange(a, a + n) for a in starts]) for starts, n in held]
+    n = T // chunks_of(c, 0, mode)[1]  # tokens of a chunk
+    starts = [[i * n for i in chunks_of(c, other, mode)[0]] for other in range(c)]  # by rank
+    where = [np.concatenate([np.arange(a, a + n) for a in own]) for own in starts]
     low, high = np.zeros((2, T), np.int64) if seen is None else seen
     if window is not None:
         low, high = (np.maximum(x, np.arange(T) - window + 1) for x in (low, high))
-    starts, n = held[rank]
-    at = [torch.arange(a, a + n, dtype=torch.int32, device=device) for a in starts]
+    at = [torch.arange(a, a + n, dtype=torch.int32, device=device) for a in starts[rank]]
     at = torch.cat(at).unsqueeze(0)  # [1, T/c]
     first = at * 0 if lo is None else lo
     first = first if window is None else torch.maximum(first, at - window + 1)
-    return [masked_step(where[rank], where[other], held[other], low, high, first, at, other == rank)
-            for other in range(c)]
+    return [masked_step(where[rank], where[other], (starts[other], n), low, high, first, at,
+                        other == rank) for other in range(c)]
 
 
 def plain_step(rank, other, n):
@@ -1619,9 +1541,8 @@ def ulysses(attention, q, k, v, mesh):
     return _Swap.apply(mesh, False, o)[0]
 
 
-# ---------------------------------------------------------------------------------------------
-# 6. Pipeline: a schedule is a list of actions for each rank, and one executor runs any list
-#
+# ---- 6. Pipeline ----------------------------------------------------------------------------
+# A schedule is a list of actions for each rank, and one executor runs any list:
 # p ranks hold v chunks of the model each: p v stages. m microbatches go through all of them and
 # back; the time in which a rank has nothing to do is the bubble. If a forward takes 1, a backward 2
 # (1 for the gradient of its input, 1 for those of its weights) and m >= p (interleaved: p | m):
@@ -1714,11 +1635,6 @@ def zero_bubble(p, m, v=1):
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved,
              "zero-bubble": zero_bubble}
-
-
-def forwards_of(schedule):
-    """Evaluation: the forwards of a schedule in their order."""
-    return [[a for a in actions if a.kind == "forward"] for actions in schedule]
 
 
 def connect(schedule, v):
@@ -1860,10 +1776,10 @@ def draw(schedule, v=1, cost=unit_cost):
 def balance(costs, stages):
     """Cut layers of these costs into contiguous, non-empty parts: the largest part as small as
     possible, and of such cuts that of least sum of squares. Returns stages + 1 bounds: stage s is
-    layers [bounds[s], bounds[s+1]). Embedding and output layer are the first and the last."""
+    layers [bounds[s], bounds[s+1])."""
     if stages > len(costs):
         raise ValueError(f"parallel.pp x parallel.chunks = {stages} stages, but only {len(costs)} "
-                         "layers, the embedding and the output layer among them")
+                         "layers")
     sums, cap = [0, *accumulate(costs)], math.inf
 
     def capped_square(total, part):
@@ -1883,7 +1799,9 @@ def balance(costs, stages):
 def program(p, stage, schedule, m, v=1, training=True):
     """What rank `stage` of p does for m microbatches, v chunks a rank: a tuple."""
     lists = SCHEDULES[schedule](p, m, v)
-    return tuple(transfers(lists if training else forwards_of(lists), v)[stage])
+    if not training:  # the forwards in their order
+        lists = [[a for a in actions if a.kind == "forward"] for actions in lists]
+    return tuple(transfers(lists, v)[stage])
 
 
 class Chunk(NamedTuple):
@@ -1919,19 +1837,16 @@ class Flow:
                 self.blocks.reduce(b, False, use=1)
 
 
-def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, trace=None,
-        losses=None):
-    """Run this rank's program. Returns the sum over the microbatches of what the last block
-    returned, which is the loss (zero on a rank that does not have it).
+def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None):
+    """Run this rank's program. Returns what the last block returned for each microbatch, which is
+    its loss: a list, empty on a rank that does not have that block.
 
     `fns`: one function for each block, fn(x, microbatch, later) -> x; the first of the model
     ignores x. `later` is where operations put what their weights' gradients take: Now, or a list
     where the schedule does these later; a function that hands on None instead gets them from
     autograd. `keep[i]`: whether forward keeps block i's graph, or only its input, from which
     backward computes the block again. `chunks`: by default all blocks are one. `empty(microbatch)`
-    makes the tensor that a stage receives. `trace`: a list that gets (action, forwards kept, weight
-    parts due) after each; `losses`: one that gets the loss of each microbatch. Without backward
-    actions nothing is kept.
+    makes the tensor that a stage receives. Without backward actions nothing is kept.
 
     Autograd only ever sees one block: blocks are joined here by hand, so the order of gathers,
     frees and reductions is the order of these lines."""
@@ -1939,29 +1854,25 @@ def run(program, fns, blocks, microbatches, keep=None, chunks=None, empty=None, 
     flow = Flow(fns, blocks, microbatches, keep or [True] * len(fns),
                 chunks or [Chunk(range(len(fns)), True)], kinds != {"forward"}, "weight" in kinds,
                 {}, {}, {}, [len(microbatches)] * len(blocks.sizes))
-    total, sending = torch.zeros((), dtype=blocks.master_dtype, device=blocks.mesh.device), []
+    losses, sending = [], []
     for n, entry in enumerate(program):
         sending = [sent for sent in sending if not released(*sent)]
         if isinstance(entry, Action):
             result = act(flow, entry, program[n + 1 : n + 2])
             if entry.kind == "forward" and flow.chunks[entry.chunk].last:
-                total = total + result
-                if losses is not None:
-                    losses.append(result)
-            if trace is not None:
-                trace.append((entry, len(flow.saved), len(flow.due)))
+                losses.append(result)
         elif entry.op == "receive":
             out = empty(microbatches[entry.action.microbatch])
             flow.inbox[entry.action] = receive(blocks.mesh, out, entry.peer)
         elif entry.op == "send":
             sending.append((send(blocks.mesh, result.contiguous(), entry.peer), result))
         else:
-            flow.inbox[entry.action] = Handle(None, lambda x=result: x)
+            flow.inbox[entry.action] = Handle(lambda x=result: x)
     for sent, _ in sending:
         sent.wait()
     if flow.training:
         blocks.wait()
-    return total
+    return losses
 
 
 def released(sent, result):
@@ -2062,9 +1973,11 @@ def weight(flow, j, c):
 def main():
     """Draw the timeline of a schedule; or a layout's grid, a schedule, and the steps of a ring."""
     if len(sys.argv) > 1:
-        name, (p, m, v) = sys.argv[1], map(int, (*sys.argv[2:], 1)[:3])
-        if name not in SCHEDULES:
-            sys.exit(f"no schedule {name}: one of {', '.join(SCHEDULES)}")
+        name, *numbers = sys.argv[1:]
+        if name not in SCHEDULES or len(numbers) not in (2, 3):
+            raise ValueError(f"{' '.join(sys.argv[1:])}: must be one of {', '.join(SCHEDULES)}, "
+                             "ranks, microbatches and, above 1, chunks")
+        p, m, v = map(int, (*numbers, 1)[:3])
         return print(draw(SCHEDULES[name](p, m, v), v))
     print("8 ranks as dp 2 x fsdp 2 x tp 2; a row is a group that splits each layer (tp)\n")
     for rank in range(0, 8, 2):
@@ -2076,4 +1989,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        print(f"parallel.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -20,7 +20,7 @@ computes what one process computes.
 
 The same command again resumes from the newest checkpoint of run.dir. Ctrl-C (or SIGTERM) saves one
 at the end of the step; those of checkpoint.every are written by a thread while training goes on.
-Nothing here reads a tensor on the host, except one step late for the log and at a save.
+A step reads no tensor on the host; the log does, one step late.
 """
 
 import collections
@@ -42,13 +42,12 @@ import sys
 import time
 import traceback
 import weakref
-from typing import NamedTuple
 
 import torch
 import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import checkpoint
 import data
@@ -73,8 +72,7 @@ TYPES = {  # of the keys whose default does not tell; the others keep the type o
     (int, list, NULL): "model.window",
     (int, str): "parallel.dp parallel.fsdp speed.recompute", (bool, str): "speed.compile",
 }
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16,
-          "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 WHY_NOT = dict.fromkeys(  # keys that people look for, and what to do instead
     ("attn_dropout", "attention_dropout", "attn_pdrop"),
     "fused kernels and other layouts could not repeat its masks: use model.dropout")
@@ -119,6 +117,13 @@ def merge(config, override, where):
             config[section][key] = coerce(name, value, known[name])
 
 
+def parse(text, where):
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ValueError(f"{where}: {' '.join(str(e).split())}") from None
+
+
 def load_config(argv):
     """config.yaml, then each argument in order: a YAML file, or section.key=value."""
     config = yaml.safe_load((HERE / "config.yaml").read_text())
@@ -127,13 +132,15 @@ def load_config(argv):
         if equals:
             section, _, key = name.partition(".")
             check(key != "", name, text, "overrides are written section.key=value")
-            merge(config, {section: {key: yaml.safe_load(text)}}, "command line")
+            merge(config, {section: {key: parse(text, name)}}, "command line")
         else:
             path = pathlib.Path(arg)
             check(path.suffix in (".yaml", ".yml"), "argument", arg,
                   "must be a .yaml file or section.key=value")
             check(path.exists(), "config", arg, "no such file")
-            merge(config, yaml.safe_load(path.read_text()) or {}, arg)
+            override = parse(path.read_text(), arg) or {}
+            check(isinstance(override, dict), "config", arg, "must have sections with keys")
+            merge(config, override, arg)
     return config
 
 
@@ -228,7 +235,8 @@ def check_pp(p, n_layer):
     parallel.SCHEDULES[p["schedule"]](p["pp"], 1, p["chunks"])  # raises where chunks do not fit it
     check(stages <= n_layer, "parallel.pp x parallel.chunks", stages,
           f"each stage has at least one of model.n_layer = {n_layer} layers")
-    check(given is None or len(given) == stages and sum(given) == n_layer and min(given) >= 1,
+    check(given is None or len(given) == stages and all(type(n) is int and n >= 1 for n in given)
+          and sum(given) == n_layer,
           "parallel.stages", given,
           f"must be {stages} numbers, at least 1 each, {n_layer} together, or null")
 
@@ -244,7 +252,7 @@ def check_deterministic(v, ranks):
     check(ranks & (ranks - 1) == 0, "parallel.dp x parallel.fsdp", ranks,
           "train.deterministic needs a power of two")
     n = batch // (rows * ranks)
-    check(n * rows * ranks == batch and n > 0 and n & (n - 1) == 0, "train.global_batch", batch,
+    check(n * rows * ranks == batch and n & (n - 1) == 0, "train.global_batch", batch,
           f"train.deterministic needs train.microbatch = {rows} x {ranks} data ranks x a power of "
           f"two: {rows * ranks}, say")
 
@@ -292,40 +300,33 @@ class Run:
 
 def open_data(config, mesh):
     """The training sources with their weights, and the validation split of the first that has
-    one. Rank 0 of each host makes the default token files if they are wanted and missing."""
+    one. Rank 0 makes the default token files if they are wanted and missing."""
     path = config["data"]["path"]
     if path is None:
         path = HERE / "tokens" / "stdlib"
         with checkpoint.together(functools.partial(parallel.agree, mesh)):
-            if mesh.rank == 0 and not any(path.glob("train-*.tokens")):
+            if mesh.rank == 0 and not data.shards(path, "train"):
                 data.prepare_default(path)
     folders = path if isinstance(path, dict) else {str(path): 1.0}
-    sources = [data.Tokens(folder, "train") for folder in folders]
-    first = sources[0].tokenizer_name
-    for folder, source in zip(folders, sources):
-        check(source.tokenizer_name == first, "data.path", folder,
-              f"tokenized by {source.tokenizer_name}, but {next(iter(folders))} by {first}")
-    held_out = (data.Tokens(folder, "val") for folder in folders
-                if any(pathlib.Path(folder).glob("val-*.tokens")))
+    sources = [data.Tokens(folder, "train") for folder in folders]  # Loader sees that they agree
+    held_out = (data.Tokens(folder, "val") for folder in folders if data.shards(folder, "val"))
     return sources, list(folders.values()), next(held_out, None)
 
 
 def build(config, mesh, blank=None):
     """Data, model, weights, optimizer state, in the order in which each needs the one before.
     `blank`: data.Blank of a dry run, which reads no data, and whose weights have no values."""
-    d, t, s = config["data"], config["train"], config["speed"]
-    opened = ([blank], [1.0], None) if blank else open_data(config, mesh)
-    sources, weights, val = opened  # wrong input ends here, before any weight
+    d, t, s, p = (config[section] for section in ("data", "train", "speed", "parallel"))
+    sources, weights, val = ([blank], [1.0], None) if blank else open_data(config, mesh)
     cfg = resolve_model(config, sources[0])
     on_gpu = mesh.device.type == "cuda"
     s["dtype"] = ("bfloat16" if on_gpu else "float32") if s["dtype"] == "auto" else s["dtype"]
     selective = s["recompute"] == "selective"
     s["compile"] = on_gpu and not selective if s["compile"] == "auto" else s["compile"]
     dtype = DTYPES[s["dtype"]]
-    loader = data.Loader(
+    loader = data.Loader(  # wrong input ends here, before any weight
         sources, weights, d["seq_len"], t["seed"], t["global_batch"], t["microbatch"],
         mesh.coord["data"], mesh.size["data"], d["mask_documents"], pin=on_gpu)
-    p = config["parallel"]
     model, blocks = model_py.build(
         cfg, mesh, dtype, s["pad_vocab"], s["loss_chunk"], s["keep_gathered"],
         p["stages"] or model_py.cut(cfg, p["pp"] * p["chunks"], d["seq_len"])[0], p["cp_mode"],
@@ -336,14 +337,13 @@ def build(config, mesh, blank=None):
         model_py.init_weights(blocks, cfg, t["seed"])
     n = {"none": 0, "selective": 0, "full": 1}.get(s["recompute"], s["recompute"])
     keep = [name[:7] != "layers." or not n or int(name[7:]) % n != 0 for name in model.names]
-    scalar = lambda x, dt: torch.tensor(x, dtype=dt, device=mesh.device)  # noqa: E731
+    scalar = functools.partial(torch.tensor, device=mesh.device)
     scale = scalar(config["optim"]["loss_scale"] if dtype == torch.float16 else 1.0,
-                   blocks.master_dtype)
+                   dtype=blocks.master_dtype)
     fns = model.functions(s["compile"], selective, p["schedule"] == "zero-bubble")
-    return Run(config, mesh, model, blocks, fns, keep, loader, val,
-               sources[0].tokenizer_path, scale,
-               scalar(parallel.key64("dropout", t["seed"]), torch.int64),
-               scalar(0, torch.int64), scalar(0, torch.int64), checkpoint.Saver(mesh.world))
+    return Run(config, mesh, model, blocks, fns, keep, loader, val, sources[0].tokenizer_path,
+               scale, scalar(parallel.key64("dropout", t["seed"])), scalar(0), scalar(0),
+               checkpoint.Saver(mesh.world))
 
 
 def resolve_model(config, tokens):
@@ -373,8 +373,8 @@ def next_batch(run, stop):
     mine = run.mesh.coord["pp"] == run.mesh.coord["cp"] == run.mesh.coord["tp"] == 0
     count = sum(b.n_valid for b in batches) if mine else 0
     pairs = sum(model_py.keys_seen(run.model.cfg, b.pos) for b in batches) if mine else 0
-    return samples, batches, parallel.Pending(run.mesh, count, int(stop), pairs,
-                                              *run.saver.counts)
+    return samples, batches, parallel.sum_integers(run.mesh, count, int(stop), pairs,
+                                                   *run.saver.counts)
 
 
 def train_step(run, batches, count):
@@ -385,12 +385,11 @@ def train_step(run, batches, count):
     scale = run.scale / max(count, 1)
     micros = [to_device(run, b, scale, drop_key) for b in batches]
     blocks.begin()
-    losses = []
-    loss = schedule(run, micros, training=True, losses=losses)
+    losses = schedule(run, micros, training=True)
     if run.config["train"]["deterministic"]:
-        loss = sum_losses(run, torch.stack(losses) if losses else loss.expand(len(micros)))
+        loss = sum_losses(run, losses)
     else:
-        loss = parallel.all_reduce(mesh, loss, "loss")
+        loss = parallel.all_reduce(mesh, losses.sum(), "loss")
     loss = loss / max(count, 1)
     norm, found_inf = clip(run, optim["grad_clip"])
     blocks.adamw(lr_at(run.step, optim, run.config["train"]["steps"]), optim["beta1"],
@@ -410,15 +409,16 @@ def sum_losses(run, losses):
     return parallel.all_reduce(run.mesh, parallel.add_pairs(leaves), "pp")  # others have zeros
 
 
-def schedule(run, micros, training, losses=None):
+def schedule(run, micros, training):
     """Forward, or forward and backward, of all microbatches in the order of the config's schedule.
-    Returns the sum of the loss over them, on the ranks of the last stage (elsewhere zero), where
-    each goes to the list `losses` as well."""
+    Returns the loss of each, [m], on the ranks of the last stage (elsewhere zeros)."""
     p = run.config["parallel"]
     program = parallel.program(p["pp"], run.mesh.coord["pp"], p["schedule"], len(micros),
                                p["chunks"], training)
-    return parallel.run(program, run.fns, run.blocks, micros, run.keep, run.model.chunks,
-                        run.model.empty, losses=losses)
+    losses = parallel.run(program, run.fns, run.blocks, micros, run.keep, run.model.chunks,
+                          run.model.empty)
+    return torch.stack(losses) if losses else torch.zeros(
+        len(micros), dtype=run.blocks.master_dtype, device=run.mesh.device)
 
 
 def clip(run, limit):
@@ -451,7 +451,7 @@ def evaluate(run):
     batches = data.eval_batches(run.val, d["seq_len"], t["eval_sequences"], t["microbatch"],
                                 mesh.coord["data"], mesh.size["data"], d["mask_documents"])
     while micros := [to_device(run, b) for b in itertools.islice(batches, 4 * mesh.size["pp"])]:
-        total[0] += schedule(run, micros, training=False)
+        total[0] += schedule(run, micros, training=False).sum()
         if run.model.chunks[-1].last:
             total[1] += sum((micro.targets != data.IGNORE).sum() for micro in micros)
     total = parallel.all_reduce(mesh, total, "loss").tolist()
@@ -505,7 +505,7 @@ def drain(run):
     """Wait for the save under way on all ranks: now and then they see whether all are there."""
     while run.saver.save:
         run.saver.thread.join(0.05)
-        settle(run, parallel.Pending(run.mesh, *run.saver.counts).wait())
+        settle(run, parallel.sum_integers(run.mesh, *run.saver.counts).wait())
 
 
 def resume(run):
@@ -564,7 +564,7 @@ def begin(run):
     load. Moments, step and data position stay those of a new run."""
     source, mesh = run.config["init"]["from"], run.mesh
     if source is not None:
-        path = agreed(mesh, lambda: model_py.find_checkpoint(source) if mesh.rank == 0 else None)
+        path = agreed(mesh, lambda: checkpoint.find(source) if mesh.rank == 0 else None)
         path = parallel.tell(mesh, path)
         run.origin = f"{path} (step {agreed(mesh, take_weights, run, path)})"
         run.blocks.refresh()
@@ -706,30 +706,25 @@ class Log:
             sink(self.run.step, row)
 
     def push(self, step, metrics, pairs):
-        """Start the copy of a step's numbers to the host, then deal with the step before."""
+        """Start the copy of a step's numbers to the host, tell if it took more than ten times what
+        is usual, then deal with the step before."""
         host = metrics.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event() if metrics.is_cuda else None
-        launched = (step, host, event, time.perf_counter(), pairs)
-        self.watch(step, launched[3])
-        self.flush()
-        self.waiting = launched
-
-    def watch(self, step, now):
-        """Say so where a step took more than ten times what is usual."""
-        seconds, usual = now - self.before, statistics.median(self.times or [math.inf])
+        now, usual = time.perf_counter(), statistics.median(self.times or [math.inf])
+        seconds = now - self.before
         if len(self.times) >= 10 and seconds > 10 * usual:
             say(self.run, f"step {step}: took {seconds:.2f} s, the median of the {len(self.times)} "
                           f"before it is {usual:.2f} s")
         self.times.append(seconds)
         self.before = now
+        self.flush()
+        self.waiting = step, host, event, now, pairs
 
     def flush(self):
-        if self.waiting:
-            self.read(*self.waiting)
-        self.waiting = None
-
-    def read(self, step, host, event, now, pairs):
         """All ranks see the same numbers, so all end the run at the same step."""
+        if self.waiting is None:
+            return
+        (step, host, event, now, pairs), self.waiting = self.waiting, None
         if event:
             event.synchronize()
         if step == self.began[1] + 1 > 1:
@@ -961,16 +956,9 @@ def finish(run, log, stopped):
 
 
 # ---- Plan: the dry run ----------------------------------------------------------------------
-class Hardware(NamedTuple):
-    """A card in nodes of NODE: FLOP/s, bytes of memory, and bytes/s that it sends at best, to its
-    node and, through a network card of its own, to others."""
-
-    peak: float
-    memory: float
-    inside: float
-    between: float
-
-
+# A card in nodes of NODE: FLOP/s, bytes of memory, and bytes/s that it sends at best, to its node
+# and, through a network card of its own, to others
+Hardware = collections.namedtuple("Hardware", "peak memory inside between")
 HARDWARE = {  # data sheets of DGX H100, H200, B200 and AMD's MI300X platform: NVLink 4 and 5 and
     # Infinity Fabric, one direction; a network of 400 Gb/s a card
     "h100": Hardware(PEAK["H100"], 80e9, 450e9, 50e9),
@@ -1052,7 +1040,7 @@ class Meter(TorchDispatchMode):
         if packet in FLASH:
             products, at, causal = FLASH[packet]
             (B, H, T, d), keys = args[at].shape, args[at + 1].shape[2]
-            done = 2 * products * B * H * d * (T * (T + 1) // 2 if args[causal:] else T * keys)
+            done = 2 * products * B * H * d * (T * (T + 1) // 2 if any(args[causal:]) else T * keys)
             self.flops, self.attention = self.flops + done, self.attention + done
         elif packet in self.counted:
             self.flops += self.counted[packet](*args, **kwargs, out_val=out)
@@ -1081,10 +1069,8 @@ def play(config, sizes, rank, gloo=False):
         pending.wait()
         run.loader.close()
         with fake, meter:
-            train_step(run, [batch._replace(**{
-                key: fake.from_tensor(x) for key, x in batch._asdict().items()
-                if isinstance(x, torch.Tensor)}) for batch in batches],
-                t["global_batch"] * d["seq_len"])
+            train_step(run, tree_map_only(torch.Tensor, fake.from_tensor, batches),
+                       t["global_batch"] * d["seq_len"])
         return {"rank": rank, "coord": mesh.coord, "parameters": sum(p.numel for p in b.params),
                 "parts": meter.parts(), "peak": meter.peak, "ledger": mesh.ledger,
                 "flops": meter.flops, "attention": meter.attention, "rounds": len(batches)}
@@ -1117,13 +1103,8 @@ def rate(hardware, sizes, axis, op):
     """Bytes/s of a rank in an operation over `axis`. A group with k of its ranks in each node has
     k network cards there, a ring or a pair of ranks one."""
     axes = parallel.AXES if axis == "world" else parallel.UNIONS.get(axis, (axis,))
-    near = 0
-    for place in range(NODE):
-        apart = False
-        for other in reversed(parallel.AXES):
-            place, at = divmod(place, sizes[other])
-            apart |= at > 0 and other not in axes
-        near += not apart and place == 0
+    node = itertools.islice(itertools.product(*map(range, sizes.values())), NODE)  # the first
+    near = sum(all(at == 0 or a in axes for a, at in zip(sizes, rank)) for rank in node)
     inside = near == math.prod(sizes[a] for a in axes)
     cards = 1 if op.startswith(("shift", "send")) else near
     return hardware.inside if inside else min(hardware.inside, cards * hardware.between)
@@ -1161,15 +1142,14 @@ def show(got, seconds, hardware):
     at = ", ".join(f"{axis} {got['coord'][axis]}" for axis in parallel.AXES)
     parts = " + ".join(f"{kind} {got['parts'][kind] / 1e9:.3g}"
                        for kind in ("parameters", "gradients", "optimizer", "activations"))
-    share, sent = got["peak"] / hardware.memory, {}
+    share, by_axis, sent = got["peak"] / hardware.memory, seconds["by_axis"], {}
     for (axis, _), row in sorted(got["ledger"].items()):
         sent[axis] = [a + b for a, b in zip(sent.get(axis, (0, 0)), row)]
     print(f"rank {got['rank']} ({at}): {got['parameters']:,} parameters\n"
           f"  memory  {parts} = {got['peak'] / 1e9:.3g} GB at the peak, {share:.0%} of the card's: "
           + ("fits" if share <= ROOM else "does not fit"))
     for axis, (calls, nbytes) in sent.items():
-        took = seconds["by_axis"][axis]
-        print(f"  {axis:<6} {calls:>8,} calls {nbytes:>19,} bytes, {took:.3g} s")
+        print(f"  {axis:<6} {calls:>8,} calls {nbytes:>19,} bytes, {by_axis[axis]:.3g} s")
     print(f"  step    {got['flops'] / 1e12:,.4g} TFLOP in {seconds['compute']:.3g} s + exposed "
           f"{seconds['exposed']:.3g} s + bubble {seconds['bubble']:.3g} s (the schedule's own: "
           f"{seconds['idle']:.1%}) = {seconds['step']:.3g} s")
@@ -1239,7 +1219,7 @@ def main(argv):
         error = e
     # there is no mesh as yet: its control group is the group of all ranks
     everyone, bad = parallel.Mesh({}, {}, {}, torch.device("cpu"), rank, world), error is not None
-    any_bad, first_bad = parallel.Pending(everyone, bad, bad and rank == 0).wait()
+    any_bad, first_bad = parallel.sum_integers(everyone, bad, bad and rank == 0).wait()
     if bad and (rank == 0 or not first_bad):
         raise error
     if any_bad:

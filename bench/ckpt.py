@@ -180,7 +180,8 @@ def main():
         dist.broadcast_object_list(box, src=0)
         folder = pathlib.Path(box[0])
         run = build(folder, args)
-        size = parallel.Pending(run.mesh, sum(x.nbytes for x in tensors(run).values())).wait()[0]
+        mine = sum(x.nbytes for x in tensors(run).values())
+        [size] = parallel.sum_integers(run.mesh, mine).wait()
         rows = measure(run, folder, args)
     parallel.stop()
     for child in children:

@@ -137,9 +137,10 @@ class Ours:
         micros = [self.model.micro(*pair, scale=scale)
                   for pair in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES))]
         self.blocks.begin()
-        loss = parallel.run(self.program, self.fns, self.blocks, micros, chunks=self.model.chunks,
-                            empty=self.model.empty)
+        losses = parallel.run(self.program, self.fns, self.blocks, micros,
+                              chunks=self.model.chunks, empty=self.model.empty)
         self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
+        loss = sum(losses, torch.zeros(()))
         return parallel.all_reduce(self.mesh, loss, "loss") / targets.numel()
 
 

@@ -71,7 +71,7 @@ class Ours:
         self.blocks.begin()
         micro = self.model.micro(tokens, targets, scale=torch.tensor(1 / count))
         actions = parallel.program(1, 0, "1f1b", 1)
-        loss = parallel.run(actions, self.fns, self.blocks, [micro])
+        [loss] = parallel.run(actions, self.fns, self.blocks, [micro])
         self.blocks.adamw(1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
         return parallel.all_reduce(self.mesh, loss, "data") / count
 

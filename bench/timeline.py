@@ -47,7 +47,7 @@ def trace(layers, width):
     def reduced(i, last):
         begin = time.perf_counter()
         start(i, last)
-        work = blocks.reducing[i][0].work
+        work = blocks.reducing[i][0].works[0]
         work.get_future().then(lambda _: rows.append((f"reduce   {names[i]}", begin,
                                                       time.perf_counter())))
 

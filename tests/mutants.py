@@ -177,7 +177,7 @@ def functions_of(path):
 def door_ends():
     """The line of parallel.py where its section 1 ends."""
     lines = (ROOT / "parallel.py").read_text().splitlines()
-    return next(n for n, line in enumerate(lines, 1) if line.startswith("# 2. "))
+    return next(n for n, line in enumerate(lines, 1) if line.startswith("# ---- 2. "))
 
 
 @functools.cache
@@ -417,12 +417,12 @@ def norm_without_a_rank(run, axis):
 
 
 def count_without_a_rank(run, _):
-    real = parallel.Pending
+    real = parallel.sum_integers
 
-    def pending(mesh, count, *others):
+    def summing(mesh, count, *others):
         return real(mesh, 0 if mesh.coord["data"] == 1 else count, *others)
 
-    return patched((parallel, "Pending", pending))
+    return patched((parallel, "sum_integers", summing))
 
 
 def count_of_every(run, axis):
@@ -556,7 +556,7 @@ def gradient_between_stages_doubled(run, _):
         action = parallel.Action(kind, j, c)
         if action in flow.inbox:
             handle = flow.inbox[action]
-            flow.inbox[action] = parallel.Handle(None, lambda: 2 * handle.wait())
+            flow.inbox[action] = parallel.Handle(lambda: 2 * handle.wait())
         return real(flow, kind, j, c)
 
     return patched((parallel, "backward", backward))
@@ -571,7 +571,7 @@ def first_microbatch_for_all(run, _):
         if action in flow.inbox:
             x = flow.inbox[action].wait()
             old = first.setdefault((id(flow), c), x.clone())
-            flow.inbox[action] = parallel.Handle(None, lambda: old if old.shape == x.shape else x)
+            flow.inbox[action] = parallel.Handle(lambda: old if old.shape == x.shape else x)
         return real(flow, j, c, backward_follows)
 
     return patched((parallel, "forward", forward))

@@ -773,7 +773,7 @@ def test_the_safetensors_package_reads_what_we_write_and_the_reverse(tmp_path):
 
 @pytest.mark.quick
 def test_numpy_and_json_read_a_checkpoint(tmp_path):
-    """As the README says: twelve lines, nothing of ours."""
+    """In twelve lines, with nothing of ours."""
     tensors = {"param/w": torch.arange(35.0).view(5, 7)}
     path = save_all(tmp_path, 1, lambda r: flat_pieces(tensors, r, 3), 3)
     index = json.loads((path / "index.json").read_text())
@@ -881,7 +881,7 @@ def store(request, tmp_path):
     root = checkpoint.place(f"{request.param}://{tmp_path}/run/checkpoints")
     yield root
     if root.parent.is_dir():
-        checkpoint.remove_folder(root.parent)
+        root.parent.fs.rm(root.parent, recursive=True)
 
 
 def put(path, data):

@@ -498,9 +498,10 @@ def test_evaluation_reads_each_sequence_once(tmp_path, n, ranks):
         ({"global_batch": 0}, "train.global_batch 0"),
         ({"microbatch": 0}, "train.microbatch 0"),
         ({"seq_len": 1000}, "data.seq_len 1000.*82 tokens"),
-        ({"weights": [1, 2]}, "data.weights"),
-        ({"weights": [0]}, "data.weights"),
-        ({"weights": [-1]}, "data.weights"),
+        ({"weights": [1, 2]}, "data.path: weights"),
+        ({"weights": [0]}, "data.path: weights"),
+        ({"weights": [-1]}, "data.path: weights"),
+        ({"weights": ["x"]}, "data.path: weights"),
     ],
 )
 def test_loader_bad_input(tmp_path, change, words):
@@ -516,7 +517,7 @@ def test_sources_must_agree(tmp_path):
     b = write(tmp_path / "b", [[1] * 81], name="other")
     with pytest.raises(ValueError, match="tokenizer other.*byte"):
         data.Loader([a, b], None, 8, 0, 4, 2)
-    with pytest.raises(ValueError, match="data.weights"):
+    with pytest.raises(ValueError, match="data.path: weights"):
         data.Loader([a, a], [1, 1e-5], 8, 0, 4, 2)
 
 

@@ -49,7 +49,7 @@ def write(folder, section, layout=(), **sharding):
     cfg = model.ModelConfig(**section)
     mesh = parity.mesh_of(parallel.layout_of(math.prod(dict(layout).values()), **dict(layout)))
     net, blocks = model.build(cfg, mesh, torch.float32, pad_vocab=64, **sharding)
-    with unittest.mock.patch.object(model, "init_std", lambda name, cfg: 0.4):
+    with unittest.mock.patch.object(model, "init_of", lambda name, cfg: (0.0, 0.4)):
         model.init_weights(blocks, cfg, seed=3)
     meta = {"step": 7, "samples": 0, "config": {"model": section}, "tokenizer": "byte", "eot": 256}
     return checkpoint.save(folder, 7, model.pieces(blocks, shared=True), meta, mesh.rank,

@@ -28,7 +28,7 @@ OPERATIONS = {  # what rank 0 does, and what its error says
     "shift_start(m, torch.ones(4), 'cp').wait()": "shift over cp: ",
     "receive(m, torch.ones(4), 1).wait()": "receive over pp: ",
     "send(m, torch.ones(10**7), 1).wait()": "send over pp: ",
-    "Pending(m, 1).wait()": "all_reduce sum (control) over world: ",
+    "sum_integers(m, 1).wait()": "all_reduce sum (control) over world: ",
     "agree(m)": "agree over world: ",
     "train.train": "all_gather over shard: ",
 }

@@ -13,8 +13,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 CONTROL = {  # calls of the door that no step makes, and the tests that show what they do
     "parallel.check_replicas #1": "test_parallel.py::test_a_replica_that_differs_is_named",
-    "parallel.check_replicas #2": "test_parallel.py::test_a_replica_that_differs_is_named",
-    "parallel.check_replicas #3": "test_parity.py::test_saved_on_one_layout_resumed_on_another",
+    "parallel.check_replicas #2": "test_parity.py::test_saved_on_one_layout_resumed_on_another",
     "parallel.fingerprints": "test_parity.py::test_saved_on_one_layout_resumed_on_another",
     "train.main": "test_train.py::test_a_rank_that_fails_ends_all_and_says_why",
     "train.drain": "test_async_save.py::test_a_signal_waits_for_both_checkpoints",

@@ -61,7 +61,7 @@ def collectives(sizes, axis, dtype):
            "gather": parallel.all_gather(mesh, x, axis),
            "scatter": parallel.reduce_scatter(mesh, x, axis),
            "scatter 2d": parallel.reduce_scatter(mesh, x.view(2 * n, 2), axis)}
-    count, stop = parallel.Pending(mesh, mesh.rank, 1).wait()
+    count, stop = parallel.sum_integers(mesh, mesh.rank, 1).wait()
     assert (count, stop) == (sum(range(mesh.world)), mesh.world)
     assert parallel.tell(mesh, f"rank {mesh.rank}") == "rank 0"
     return r, out, mesh.ledger
@@ -522,7 +522,7 @@ def refresh_again(case, folder):
             at_once[key] -= 1
             return handle.wait()
 
-        return parallel.Handle(None, finish)
+        return parallel.Handle(finish)
 
     with unittest.mock.patch.object(parallel, "all_gather_into", start):
         run.blocks.refresh()

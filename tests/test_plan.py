@@ -109,8 +109,9 @@ def test_flops_of_all_ranks_are_the_formula():
     pairs = cfg.n_layer * 8 * 128 * 129 // 2
     whole = model.flops(cfg, 8 * 128, 0) + 14 * cfg.n_head * cfg.d_head * pairs
     assert played(SMALL, 1, 0)["flops"] == whole
-    split = ONE | {"parallel.pp": 2, "parallel.tp": 2}
+    split, ring = ONE | {"parallel.pp": 2, "parallel.tp": 2}, ONE | {"parallel.cp": 2}
     assert sum(played(SMALL | split, 4, rank)["flops"] for rank in range(4)) == whole
+    assert sum(played(SMALL | ring, 2, rank)["flops"] for rank in range(2)) == whole
     again = played(SMALL | {"speed.recompute": "full"}, 1, 0)["flops"]
     layers = whole - 6 * cfg.d_model * cfg.vocab_size * 8 * 128
     attention = 14 * cfg.n_head * cfg.d_head * pairs

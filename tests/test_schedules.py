@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import sys
 import time
 import types
 import unittest.mock
@@ -76,7 +77,7 @@ def test_every_schedule_is_complete_ends_and_never_hangs(name, v):
         for program, actions in zip(programs, schedule):
             assert [entry for entry in program if isinstance(entry, parallel.Action)] == actions
         if (p, m) in [(1, 3), (3, 2), (4, 7), (5, 10)]:
-            forwards = parallel.forwards_of(schedule)
+            forwards = [[a for a in actions if a.kind == "forward"] for actions in schedule]
             parallel.simulate(forwards, v)
             rendezvous(parallel.transfers(forwards, v), v)
 
@@ -303,6 +304,13 @@ def test_few_buffers_are_posted_ahead(name, v, most):
 # Drawing, and where to cut the layers
 
 
+@pytest.mark.parametrize("numbers", [["4"], ["4", "8", "2"], ["4", "x"]])
+def test_what_cannot_be_drawn_is_said(numbers, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "1f1b", *numbers])
+    with pytest.raises(ValueError):
+        parallel.main()
+
+
 def test_draw():
     assert parallel.draw(parallel.one_forward_one_backward(2, 2)) == """\
 rank 0   0 1 . .A0== .A1==
@@ -354,7 +362,7 @@ def traced(case, folder, naps):
     """Two steps, the second traced: what this rank did in what order, with the forwards it kept
     and the weight parts it owed after each action. `naps`: sleep at random in every block."""
     run = parity.prepare(case, folder)
-    draw, trace, plain = random.Random(run.mesh.rank), [], parallel.run
+    draw, trace, plain = random.Random(run.mesh.rank), [], parallel.act
 
     def sleepy(fn):
         def inner(*args):
@@ -362,10 +370,15 @@ def traced(case, folder, naps):
             return fn(*args)
         return inner
 
+    def act(flow, action, following):
+        result = plain(flow, action, following)
+        trace.append((action, len(flow.saved), len(flow.due)))
+        return result
+
     run.fns = [sleepy(fn) for fn in run.fns] if naps else run.fns
     run.loader.start(0)
     losses = []
-    with unittest.mock.patch.object(parallel, "run", lambda *a, **k: plain(*a, trace=trace, **k)):
+    with unittest.mock.patch.object(parallel, "act", act):
         for _ in range(2):
             trace.clear()
             _, batches, pending = train.next_batch(run, False)

@@ -77,7 +77,7 @@ def test_every_collective_names_its_group():
 @pytest.mark.quick
 def test_size():
     total = sum(len(path.read_text().splitlines()) for path in ROOT.glob("*.py"))
-    assert total <= 7150, total  # 4,000 is the goal for the whole table of capabilities
+    assert total <= 6900, total  # 4,000 is the goal for the whole table of capabilities
     assert {path.name for path in ROOT.glob("*.py")} == {path.name for path in FILES}
 
 
@@ -107,7 +107,7 @@ def test_every_config_key_is_used():
                 words.add(node.attr)
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 words.add(node.slice.value)
-    checked_only = {"cp", "ep"}  # one rank each so far: check_config refuses others
+    checked_only = {"ep"}  # check_config refuses more than one
     for section, key in config_keys():
         assert key in words | checked_only, f"{section}.{key} is never read"
 

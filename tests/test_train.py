@@ -76,6 +76,7 @@ def records(run):
     (["nothere.yaml"], ["nothere.yaml", "no such file"]),
     (["nonsense"], ["nonsense", "section.key=value"]),
     (["optim=3"], ["optim"]),
+    (["log.prompt=[a"], ["log.prompt", "parsing"]),
 ])
 def test_bad_arguments(argv, words):
     with pytest.raises(ValueError) as error:
@@ -104,6 +105,7 @@ def test_bad_arguments(argv, words):
     (["parallel.pp=3"], 4, ["pp 3", "3 must divide 4"]),
     (["parallel.schedule=dualpipe"], 1, ["parallel.schedule", "dualpipe", "zero-bubble"]),
     (["parallel.pp=2", "parallel.stages=[1,2]"], 2, ["parallel.stages", "2 numbers", "4"]),
+    (["parallel.pp=2", "parallel.stages=[1.5,2.5]"], 2, ["parallel.stages", "2 numbers", "4"]),
     (["speed.recompute=selective", "speed.compile=true"], 1, ["speed.recompute", "speed.compile"]),
     (["parallel.timeout=0"], 1, ["parallel.timeout", "0", "at least 1"]),
     (["parallel.zero=4"], 1, ["parallel.zero", "4"]),
