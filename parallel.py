@@ -673,7 +673,7 @@ class _Lookup(torch.autograd.Function):
         foreign = None if owner is None else (index // n != owner).unsqueeze(-1)
         index = index if owner is None else index % n  # the owner's row; elsewhere any will do
         ctx.save_for_backward(index, foreign)
-        ctx.main_grad, ctx.later = main_grad, later
+        ctx.main_grad, ctx.shape, ctx.later = main_grad, weight.shape, later
         rows = F.embedding(index, weight)
         return rows if owner is None else rows.masked_fill_(foreign, 0)
 
@@ -683,6 +683,9 @@ class _Lookup(torch.autograd.Function):
         index, foreign = ctx.saved_tensors
         grad = grad if foreign is None else grad.masked_fill(foreign, 0)
         index, grad = index.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if ctx.main_grad is None:  # a table that is not of Blocks
+            dense = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
+            return None, dense, None, None, None
         acc, later = ctx.main_grad, Now() if ctx.later is None else ctx.later
         later.append(lambda: acc.index_add_(0, index, grad.to(acc.dtype)))
         return None, None, None, None, None
@@ -691,11 +694,12 @@ class _Lookup(torch.autograd.Function):
 def lookup(index, weight, mesh=None, later=None):
     """Rows of a table by number: index [B, T] -> [B, T, D]; with a mesh from a table split over
     tp, where each rank keeps its positions of the sum: [B, T/tp, D]. Forward: reduce-scatter over
-    tp. Backward: all-gather over tp. `later`: where the
-    adding to `main_grad` is put; None: done at once."""
+    tp. Backward: all-gather over tp. `later`: where the adding to `main_grad` is put; None: it is
+    done at once."""
+    main_grad = getattr(weight, "main_grad", None)
     if mesh is None or mesh.size["tp"] == 1:
-        return _Lookup.apply(index, weight, weight.main_grad, None, later)
-    rows = _Lookup.apply(index.t(), weight, weight.main_grad, mesh.coord["tp"], later)
+        return _Lookup.apply(index, weight, main_grad, None, later)
+    rows = _Lookup.apply(index.t(), weight, main_grad, mesh.coord["tp"], later)
     return _Leave.apply(rows, mesh, "embedding").transpose(0, 1)
 
 

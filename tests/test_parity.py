@@ -541,6 +541,53 @@ def coverage():
     return "\n".join(lines) + "\n"
 
 
+def kind(key, *values):
+    return lambda case: case.get(key) in values
+
+
+def model_of(**wanted):
+    return lambda case: all(MODELS[case["model"]].get(f"model.{key}") == value
+                            for key, value in wanted.items())
+
+
+SUPPORT = {axis: lambda case, axis=axis: axis in case["layout"] for axis in AXES} | {
+    **{f"ZeRO {n}": kind("parallel.zero", n) for n in range(4)},
+    **{name: lambda case, name=name: "pp" in case["layout"] and case["pipe"][0] == name
+       for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")},
+    **{mode: lambda case, mode=mode: "cp" in case["layout"] and case.get("parallel.cp_mode") == mode
+       for mode in ("ring", "ulysses")},
+    "several microbatches": kind("rounds", 3, "uneven", 6),
+    "recomputation": kind("speed.recompute", "full", 2, "selective"),
+    "optimizer state on the host": kind("parallel.offload", "optimizer"),
+    "packed documents": kind("data.mask_documents", True),
+    "sliding window": kind("model.window", 3, [5, None]),
+    "embedding and output tied": model_of(tied=None),
+    "GPT-2": model_of(norm="layernorm"), "Llama 3": kind("model", "llama3"),
+    "Qwen3": kind("model", "qwen3"), "dropout": kind("model", "capped", "gpt2 dropped"),
+}  # rows of README's table -> the cases that have it
+MARKS = "<!-- tests/test_parity.py writes from here -->\n", "<!-- to here -->\n"
+
+
+def support():
+    """README with its table: how many cases have the row's and the column's choice."""
+    lines = [f"| | {' | '.join(AXES)} |", "|---" * (1 + len(AXES)) + "|"]
+    for name, has in SUPPORT.items():
+        cells = [[sum(has(case) and axis in case["layout"] for case in cases)
+                  for cases in (DEFAULT, ALL)] for axis in AXES]
+        lines.append(f"| {name} | {' | '.join(f'{a:,} / {b:,}' for a, b in cells)} |")
+    before, rest = README.read_text().split(MARKS[0])
+    return before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.quick
+def test_the_table_of_what_is_supported_is_of_the_cases():
+    assert README.read_text() == support(), "run: python tests/test_parity.py"
+    assert not re.search(r"\b0 /", README.read_text().split(MARKS[0])[1].split(MARKS[1])[0])
+
+
 @pytest.mark.quick
 def test_coverage_is_written_down():
     text = (pathlib.Path(__file__).parent / "COVERAGE.md").read_text()
@@ -601,3 +648,4 @@ def test_compiled_to_machine_code(layout, world, truth, tokens):
 
 if __name__ == "__main__":
     (pathlib.Path(__file__).parent / "COVERAGE.md").write_text(coverage())
+    README.write_text(support())
