@@ -309,3 +309,13 @@ def test_kills_at_random_moments():
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the end is bit-identical" in done.stdout, done.stdout
+
+
+@pytest.mark.full
+def test_every_row_of_the_comparison_runs():
+    """That needs no checkout, but one: torch's context parallelism is not for a CPU."""
+    line = [sys.executable, ROOT / "bench/compare.py", "--quick"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    bad = [row for row in done.stdout.splitlines() if "does not run" in row]
+    assert [row.split("|")[1].strip() for row in bad] == ["torch context_parallel"], bad
