@@ -176,7 +176,7 @@ def say_git(folder, *what):
     return done.stdout.strip() or "unknown"
 
 
-def facts(args, name):
+def facts(args, name, commit):
     """Two lines: when, what, where; and the versions of everything."""
     try:
         cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
@@ -191,7 +191,7 @@ def facts(args, name):
             versions.append(f"{peer} {say_git(args.peers / peer, 'rev-parse', '--short', 'HEAD')}")
     more = " --ranks FILE" * bool(args.ranks) + " --quick" * args.quick
     more += f" --rounds {args.rounds} --steps {args.steps}" * (not args.quick)
-    return (f"{datetime.date.today()}, commit {say_git(ROOT, 'describe', '--always', '--dirty')}; "
+    return (f"{datetime.date.today()}, commit {commit}; "
             f"{os.cpu_count()} cores, {cpu}, load {os.getloadavg()[0]:.1f} before it.\n"
             f"{', '.join(versions)}.\n"
             f"`python bench/compare.py --peers DIR --only {name}{more}`")
@@ -227,8 +227,9 @@ def main():
     out, failed = default if args.out is None else args.out, []
     if out:
         written(pathlib.Path(out).read_text(), {})  # before hours of work
+    commit = say_git(ROOT, "describe", "--always", "--dirty")  # before this writes to RESULTS.md
     for name in args.only:
-        part, told = parts(args.quick)[name], facts(args, name)
+        part, told = parts(args.quick)[name], facts(args, name, commit)
         table, good = (reports if part.ours is None else contest)(part, args)
         shown = f"### {name}: {part.title}\n\n{told}\n\n" + "\n".join(table) + "\n"
         print(shown, flush=True)

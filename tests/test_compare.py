@@ -110,7 +110,7 @@ def test_the_results_have_a_place_for_it(compare):
 def test_what_is_told_of_a_measurement(compare, tmp_path):
     """Versions, machine, date and command, and no path of this machine."""
     (tmp_path / "nanoGPT").mkdir()
-    told = compare.facts(args_of(peers=tmp_path, ranks=tmp_path / "r"), "ddp")
+    told = compare.facts(args_of(peers=tmp_path, ranks=tmp_path / "r"), "ddp", "abc1234")
     for words in ("cores", "torch 2.", "numpy ", "commit ", "nanoGPT unknown", "load ",
                   "`python bench/compare.py --peers DIR --only ddp --ranks FILE --rounds 2 --ste"):
         assert words in told

@@ -174,3 +174,12 @@ def test_readme_commands_parse():
 def test_readme_commands_run(ahead):
     code, text = ahead("readme_commands.py")
     assert code == 0, text[-8000:]
+
+
+def test_readme_figures_are_those_of_results():
+    readme, results = ((ROOT / name).read_text() for name in ("README.md", "bench/RESULTS.md"))
+    table = readme.partition("## Figures")[2].partition("\n\n`python -m pytest`")[0]
+    figures = re.findall(r"\b\d+\.\d+\b", table)
+    assert len(figures) >= 10
+    for figure in figures:
+        assert f"| {figure} " in results, figure
