@@ -97,7 +97,8 @@ def name_of(case):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("extra", [
     {}, {"data.mask_documents": True, "ignore": "uneven", "optim.grad_clip": 0.5,
-         "train.microbatch": 5}, {"model.window": [3, None], "data.mask_documents": True}],
+         "train.microbatch": 5, "speed.recompute": 2},
+    {"model.window": [3, None], "data.mask_documents": True, "speed.recompute": "selective"}],
                          ids=["plain", "masked", "window"])
 def test_one_process_is_the_reference(name, extra, tokens):
     case = on_layout(MODELS[name] | {"rounds": 1}, {}) | extra | {"model.dropout": 0.0}
