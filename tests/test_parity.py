@@ -67,22 +67,24 @@ DEFAULT += [case | {"pipe": ("zero-bubble", 1), "rounds": 3, "speed.recompute": 
     {"layout": {"pp": 2, "tp": 2}, "parallel.zero": 0, "model": "llama3", "ignore": "uneven",
      "data.mask_documents": True}]]
 ALL = parity.covering(OPTIONS | {"layout": LAYOUTS})
-ZEROS, TIED, MASKS = [0, 1, 2, 3], ["llama", "qwen3"], [False, True]
-WINDOWS, MODES = [None, [5, None]], ["ring", "ulysses"]
-of_data = [layout for layout in LAYOUTS if not {"pp", "cp", "tp"} & set(layout)]
-of_tp = [layout for layout in LAYOUTS if "tp" in layout and not {"pp", "cp"} & set(layout)]
-of_cp = [layout for layout in LAYOUTS if "cp" in layout and math.prod(layout.values()) != 6]
-of_pp = [{"pp": 2}, {"pp": 3}, {"pp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "fsdp": 2},
-         {"pp": 2, "tp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}, {"pp": 4, "fsdp": 2},
-         {"pp": 2, "dp": 2, "fsdp": 2}, {"pp": 4, "tp": 2}]
+
+
+def layouts_of(**sizes):
+    """Those of up to 8 ranks whose axes have these sizes."""
+    return [layout for layout in LAYOUTS if set(layout) <= set(sizes)
+            and all(layout.get(axis, 1) in some for axis, some in sizes.items())]
+
+
+ZEROS, MASKS, MODES = [0, 1, 2, 3], [False, True], ["ring", "ulysses"]
 for axes in (  # whole products, the other options in turn
-        {"layout": of_data, "parallel.zero": ZEROS, "rounds": OPTIONS["rounds"],
-         "speed.recompute": OPTIONS["speed.recompute"]},
-        {"layout": of_tp, "parallel.zero": ZEROS, "model": list(MODELS)},
-        {"layout": of_cp, "parallel.zero": ZEROS, "parallel.cp_mode": MODES,
-         "data.mask_documents": MASKS, "model.window": WINDOWS},
-        {"layout": of_pp, "pipe": OPTIONS["pipe"], "model": TIED, "rounds": [1, 3],
-         "parallel.zero": ZEROS}):
+        {"layout": layouts_of(dp=[1, 2, 4], fsdp=[1, 2, 3, 4]), "parallel.zero": ZEROS,
+         "rounds": [1, 3], "speed.recompute": ["none", "full"]},
+        {"layout": layouts_of(tp=[2, 3, 4]), "parallel.zero": ZEROS, "model": list(MODELS)},
+        {"layout": layouts_of(cp=[2, 4], tp=[1, 2], pp=[1, 2]), "parallel.zero": ZEROS,
+         "parallel.cp_mode": MODES, "data.mask_documents": MASKS,
+         "model.window": [None, [5, None]]},
+        {"layout": layouts_of(pp=[2, 4]), "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
+         "rounds": [1, 3], "parallel.zero": ZEROS}):
     ALL += [COVER[n % len(COVER)] | dict(zip(axes, values))
             for n, values in enumerate(itertools.product(*axes.values()))]
 
