@@ -139,7 +139,7 @@ def stop():
 def lost_peer(error):
     """Does the error only say that another rank has ended?"""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",  # gloo's
-             "Timed out waiting", "ncclRemoteError", "communicator was aborted")
+             "ncclRemoteError", "communicator was aborted")
     return any(word in str(error) for word in words)
 
 

@@ -588,6 +588,7 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 @pytest.mark.quick
 def test_the_table_of_what_is_supported_is_of_the_cases():
     assert README.read_text() == support(), "run: python tests/test_parity.py"
+    assert f"every pair of options ({len(ALL):,} cases, " in README.read_text()
     assert not re.search(r"\b0 /", README.read_text().split(MARKS[0])[1].split(MARKS[1])[0])
 
 
