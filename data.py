@@ -149,8 +149,8 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def new_splits(folder, splits, tok, shard_tokens=100_000_000, force=False):
-    """{split: ShardWriter}. What they wrote appears in the folder at the end; after an error, the
-    folder is as it was."""
+    """{split: ShardWriter}. What they wrote appears in the folder at the end; after an error of
+    writing, the folder is as it was."""
     for path in shards(folder):
         split = os.path.basename(path).split("-")[0]
         has = tok.name if split in splits else open_shard(path).kind[-1]

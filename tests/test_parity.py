@@ -84,7 +84,15 @@ for axes in (  # whole products, the other options in turn
          "parallel.cp_mode": MODES, "data.mask_documents": MASKS,
          "model.window": [None, [5, None]]},
         {"layout": layouts_of(pp=[2, 4]), "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
-         "rounds": [1, 3], "parallel.zero": ZEROS}):
+         "rounds": [1, 3], "parallel.zero": ZEROS},
+        {"layout": [{"dp": 2, "fsdp": 2}], "parallel.zero": ZEROS, "rounds": OPTIONS["rounds"],
+         "speed.recompute": OPTIONS["speed.recompute"]},
+        {"layout": [{"fsdp": 2, "tp": 2}], "parallel.zero": ZEROS, "model": list(MODELS),
+         "speed.keep_gathered": [False, True]},
+        {"layout": [{"fsdp": 2, "cp": 2}], "parallel.zero": ZEROS, "parallel.cp_mode": MODES,
+         "data.mask_documents": MASKS, "model.window": [None, [5, None]]},
+        {"layout": [{"pp": 2, "fsdp": 2}], "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
+         "parallel.zero": ZEROS, "speed.recompute": OPTIONS["speed.recompute"]}):
     ALL += [COVER[n % len(COVER)] | dict(zip(axes, values))
             for n, values in enumerate(itertools.product(*axes.values()))]
 

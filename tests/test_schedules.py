@@ -305,7 +305,7 @@ def test_few_buffers_are_posted_ahead(name, v, most):
 
 
 @pytest.mark.parametrize("numbers", [["4"], ["4", "8", "2"], ["4", "x"]])
-def test_what_cannot_be_drawn_is_said(numbers, capsys, monkeypatch):
+def test_what_cannot_be_drawn_is_said(numbers, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["parallel.py", "1f1b", *numbers])
     with pytest.raises(ValueError):
         parallel.main()

@@ -2,9 +2,11 @@
 to what they are put, and at what cost in registers. Neither needs a GPU. `-s` prints the cost."""
 
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,9 +31,25 @@ def kernels():
     return module
 
 
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """{file of cases: (exit code, what it printed)}, all at once, each on one thread."""
+    folder, running = tmp_path_factory.mktemp("interpreted"), {}
+    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    for cases in CASES:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                   str(HERE / cases)]  # fmt: skip
+        out = (folder / cases).open("w")
+        running[cases] = subprocess.Popen(command, cwd=HERE.parent, env=environment, stdout=out,
+                                          stderr=subprocess.STDOUT)
+        out.close()
+    return {cases: (process.wait(), (folder / cases).read_text())
+            for cases, process in running.items()}
+
+
 @pytest.mark.parametrize("cases", CASES)
-def test_cases_in_the_interpreter(cases, ahead):
-    code, text = ahead(cases)
+def test_cases_in_the_interpreter(cases, interpreted):
+    code, text = interpreted[cases]
     assert code == 0, text[-8000:]
 
 
