@@ -1546,7 +1546,7 @@ def ulysses(attention, q, k, v, mesh):
 
 
 # ---- 6. Pipeline ----------------------------------------------------------------------------
-# A schedule is a list of actions for each rank, and one executor runs any list:
+# A schedule is a list of actions for each rank, and one executor runs any list.
 # p ranks hold v chunks of the model each: p v stages. m microbatches go through all of them and
 # back; the time in which a rank has nothing to do is the bubble. If a forward takes 1, a backward 2
 # (1 for the gradient of its input, 1 for those of its weights) and m >= p (interleaved: p | m):
