@@ -1258,10 +1258,10 @@ def take_turns(sizes, n, make):
 def logical_index(shape, full_shape, offset, start, stop, device):
     """Index in the logical tensor of elements [start, stop) of the flattened local tensor, int64;
     -1 for padding past the logical shape."""
-    places = torch.unravel_index(torch.arange(start, stop, device=device), shape)
-    index, inside = 0, True
-    for at, full, begin in zip(places, full_shape, offset):
-        index, inside = index * full + at + begin, (at + begin < full) & inside
+    rest, index, inside, stride = torch.arange(start, stop, device=device), 0, True, 1
+    for n, full, begin in zip(shape[::-1], full_shape[::-1], offset[::-1]):
+        at, rest = rest % n + begin, rest // n
+        index, inside, stride = index + at * stride, (at < full) & inside, stride * full
     return torch.where(inside, index, -1)
 
 

@@ -1227,7 +1227,9 @@ def main(argv):
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     torch.set_float32_matmul_precision(config["speed"]["matmul"])
-    torch.use_deterministic_algorithms(config["train"]["deterministic"])
+    exact = config["train"]["deterministic"]
+    if torch.are_deterministic_algorithms_enabled() != exact:  # the call imports the compiler
+        torch.use_deterministic_algorithms(exact)
     if config["speed"]["threads"]:
         torch.set_num_threads(config["speed"]["threads"])
     run = build(config, parallel.build_mesh(sizes, device, config["parallel"]["timeout"]))

@@ -1,19 +1,37 @@
-"""Pools of worker processes that stay alive for the test session: tests send them functions.
+"""Processes of the tests, all of them forks of one server that has imported torch, which takes
+seconds, and has run no operator.
 
-Each pool is one gloo world on loopback. Workers come from a forkserver that has imported torch and
-has run no operator; a worker that hangs or dies ends its pool, and the next test starts another."""
+A Pool is one gloo world on loopback that stays alive for the test session: tests send it functions.
+A worker that hangs or dies ends its pool, and the next test starts another. A Script is train.py or
+another script of the project as the shell or torchrun would start it, with its own end."""
 
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
+import runpy
+import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
+from unittest import mock
 
 import torch
 
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+def server():
+    """What forks. It imports what its own path has and is silent about the rest: hence the
+    variable, at its start. torch imports sympy and numpy.random in its first step."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parity", "pytest", "sympy", "numpy.random"])
+    with mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def share_a_device(dist):
@@ -31,6 +49,7 @@ def share_a_device(dist):
 
 
 def worker(rank, world, store, pipe):
+    assert "parity" in sys.modules, "the server has not imported what it was told to"
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch.distributed as dist
 
@@ -51,8 +70,7 @@ def worker(rank, world, store, pipe):
 
 class Pool:
     def __init__(self, world):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["parity"])
+        context = server()
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(world):
@@ -103,3 +121,67 @@ class Pool:
             pipe.close()
         self.processes, self.pipes = [], []
         self.folder.cleanup()
+
+
+def script(argv, out, env, before):
+    """What a Script does in its process: `python ARGV`, after before(rank)."""
+    signal.alarm(100)  # the end of one that waits for ever
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{out}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(ROOT)
+    os.environ.update(env)
+    sys.path[:0], sys.argv = [str(ROOT), str(ROOT / "tests")], argv
+    try:
+        if before:
+            before(int(env.get("RANK", 0)))
+        runpy.run_path(argv[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+class Script:
+    """`python ARGV` in the project's folder; on `ranks` ranks what torchrun would start, without
+    the agent that ends all when one has failed. before(rank) is called first in each process."""
+
+    def __init__(self, *argv, ranks=None, before=None):
+        self.argv, self.folder, env = list(map(str, argv)), tempfile.TemporaryDirectory(), {}
+        if ranks:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        self.processes, self.ends = [], None
+        for rank in range(ranks or 1):
+            out = pathlib.Path(self.folder.name) / str(rank)
+            out.mkdir()
+            own = env and {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(server().Process(target=script, daemon=True, args=(
+                self.argv, str(out), env | own, before)))
+            self.processes[-1].start()
+
+    def said(self, rank=0):
+        """What a rank has said so far: [on stdout, on stderr]."""
+        if self.ends:
+            return self.ends[rank]
+        files = [pathlib.Path(self.folder.name) / str(rank) / name for name in ("out", "err")]
+        return [file.read_text() if file.exists() else "" for file in files]
+
+    def wait(self, seconds=60):
+        """Until all have ended: `codes` and `apart`, the seconds between the first end and the
+        last; stdout and stderr of all ranks, the first one's code that is not 0."""
+        until, ends, ranks = time.time() + seconds, [], range(len(self.processes))
+        while len(ends) < len(ranks) and time.time() < until:
+            gone = sum(p.exitcode is not None for p in self.processes)
+            ends += [time.time()] * (gone - len(ends))
+            time.sleep(0.005)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.ends = [self.said(rank) for rank in ranks]
+        self.folder.cleanup()
+        assert len(ends) == len(ranks), self.ends
+        self.codes, self.apart = [p.exitcode for p in self.processes], ends[-1] - ends[0]
+        self.returncode = next(filter(None, self.codes), 0)
+        self.stdout, self.stderr = map("".join, zip(*self.ends))
+        return self

@@ -12,16 +12,13 @@ import pathlib
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from unittest import mock
 
 import pytest
 import torch
-from test_train import SMALL
+from test_train import SMALL, start
 
 import checkpoint
 import data
@@ -244,45 +241,28 @@ def test_a_stop_at_the_step_of_a_save_needs_no_other(go, monkeypatch):
     assert files == [(step, suffix) for step in (2, 4) for suffix in (".safetensors", ".tmp")]
 
 
-KILL = """
-import os, pathlib, runpy, sys, time
-root, *argv = sys.argv[1:]
-sys.path.insert(0, root)
-import checkpoint
-real = checkpoint.write_file
+def die(rank):
+    """While both write step 4 rank 1 dies; the thread of rank 0 would go on for long."""
+    real = checkpoint.write_file
 
-def write(path, head, tensors=()):
-    if "step_000000004" in str(path):
-        path.write_bytes(head + b"half")
-        if os.environ["RANK"] == "0":
-            time.sleep(60)
-        time.sleep(0.2)
-        os._exit(9)
-    real(path, head, tensors)
+    def write(path, head, tensors=()):
+        if "step_000000004" in str(path):
+            path.write_bytes(head + b"half")
+            if rank == 0:
+                time.sleep(60)
+            time.sleep(0.2)
+            os._exit(9)
+        real(path, head, tensors)
 
-checkpoint.write_file = write
-sys.argv = ["train.py", *argv]
-runpy.run_path(root + "/train.py", run_name="__main__")
-"""
+    checkpoint.write_file = write
 
 
 def test_a_kill_in_the_middle_leaves_the_one_before(go, text, tmp_path):
     """Rank 1 dies while both write; rank 0 ends with an error and does not wait for its thread."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    line = [sys.executable, "-c", KILL, ROOT, *SMALL, f"data.path={text}", "checkpoint.every=2",
-            f"run.dir={tmp_path / 'run'}", "log.sample=null", "train.steps=600"]
-    ranks = [subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                              env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r),
-                                                "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                                "MASTER_PORT": str(port)}) for r in range(2)]
-    try:
-        said = [process.communicate(timeout=50)[1] for process in ranks]
-    finally:
-        [process.kill() for process in ranks]
-    assert [process.returncode for process in ranks] == [1, 9], said
-    assert "a rank it waited for is gone" in said[0]
+    done = start(text, tmp_path / "run", "checkpoint.every=2", "log.sample=null", "train.steps=600",
+                 ranks=2, before=die).wait(50)
+    assert done.codes == [1, 9], done.stderr
+    assert "a rank it waited for is gone" in done.said(0)[1]
     root = tmp_path / "run/checkpoints"
     assert len(list((root / "step_000000004").iterdir())) == 2  # what the next save removes
     path = checkpoint.latest(root, lambda line: None)

@@ -16,6 +16,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from pool import Script
 
 import checkpoint
 from checkpoint import Box, Piece
@@ -688,14 +689,13 @@ def crash_child(folder, n, value, prune):
 
 CRASH = """
 import os, pathlib, shutil, sys, torch
-sys.path[:0] = {paths!r}
 import checkpoint, test_checkpoint as t
 
 base = pathlib.Path(sys.argv[1])
 os.fsync = lambda fd: None  # a process dies here, not the machine; still counted as an event
 for before in ("nothing", "earlier", "same"):
     for n in range(200):
-        folder = base / f"{{before}}-{{n}}"
+        folder = base / f"{before}-{n}"
         folder.mkdir()
         if before == "earlier":
             t.simple(folder, 5, value=1, world=1)
@@ -723,7 +723,7 @@ for before in ("nothing", "earlier", "same"):
             assert (x == value).all()
         print(before, n, code, value)
         t.simple(folder, 10, value=3, world=1)
-        assert checkpoint.read_meta(checkpoint.latest(folder, print)) == {{"step": 10}}
+        assert checkpoint.read_meta(checkpoint.latest(folder, print)) == {"step": 10}
         shutil.rmtree(folder)
         if code == 0:
             break
@@ -731,9 +731,8 @@ for before in ("nothing", "earlier", "same"):
 
 
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new(tmp_path):
-    code = CRASH.format(paths=[str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True,
-                          text=True, timeout=60)
+    (tmp_path / "crash.py").write_text(CRASH)
+    done = Script(tmp_path / "crash.py", tmp_path).wait()
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     for before, old in (("nothing", "None"), ("earlier", "1"), ("same", "1")):
@@ -832,8 +831,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def shell(*args):
-    return subprocess.run([sys.executable, str(ROOT / "checkpoint.py"), *map(str, args)],
-                          capture_output=True, text=True, timeout=60)
+    return Script("checkpoint.py", *args).wait()
 
 
 def test_the_shell_commands(tmp_path, capsys, monkeypatch):

@@ -12,13 +12,15 @@ import time
 import parity
 import pytest
 import test_train
+from pool import Script
 
+import model
 import train
 
 ROOT = pathlib.Path(__file__).parent.parent
 text = test_train.text  # the fixture
 
-# ---- A rank that does not come. Two ranks are forks of one process; rank 1 sleeps.
+# ---- A rank that does not come: rank 1 sleeps.
 
 OPERATIONS = {  # what rank 0 does, and what its error says
     "all_reduce(m, torch.ones(4), 'shard')": "all_reduce sum over shard: ",
@@ -33,85 +35,56 @@ OPERATIONS = {  # what rank 0 does, and what its error says
     "train.train": "all_gather over shard: ",
 }
 HANG = """
-import os, re, runpy, signal, sys, time
-root, out, seconds, *cases = sys.argv[1:]
-sys.path.insert(0, root)
-import sympy, torch, train
+import os, re, sys, time, torch
 from parallel import *
-
-def rank_main(n, case, rank):
-    signal.alarm(40)  # the end of a rank that waits for ever
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORTS[n]))
-    file = os.open(f"{out}/{n}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    torch.set_num_threads(1)
-    if case.startswith("train.train"):
-        forward, calls = train.model_py.Layer.forward, []
-        def late(*args, **kw):
-            calls.append(1)
-            if rank == 1 and len(calls) == 6:
-                time.sleep(3 * int(seconds))
-            return forward(*args, **kw)
-        train.model_py.Layer.forward = late
-        sys.argv = ["train.py", *case.split()[1:]]
-        runpy.run_path(f"{root}/train.py", run_name="__main__")
-    start("cpu")
-    axis = next((a for a in ("dp", "cp", "pp") if f"'{a}'" in case), "fsdp")
-    axis = "pp" if re.match("receive|send|swap", case) else axis
-    m = build_mesh(layout_of(2, **{axis: 2}), "cpu", int(seconds))
-    agree(m)
-    if rank == 1:
-        time.sleep(2 * int(seconds))
-        os._exit(0)
-    began = time.time()
-    try:
-        eval(case)
-    except RuntimeError as error:
-        print(round(time.time() - began, 1), error, flush=True)
+case, seconds = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+rank, *_ = start("cpu")
+axis = next((a for a in ("dp", "cp", "pp") if f"'{a}'" in case), "fsdp")
+axis = "pp" if re.match("receive|send|swap", case) else axis
+m = build_mesh(layout_of(2, **{axis: 2}), "cpu", seconds)
+agree(m)
+if rank == 1:
+    time.sleep(2 * seconds)
     os._exit(0)
-
-PORTS = []
-import socket
-sockets = [socket.socket() for _ in cases]
-for s in sockets:
-    s.bind(("127.0.0.1", 0))
-    PORTS.append(s.getsockname()[1])
-for s in sockets:
-    s.close()
-pids = {}
-for n, case in enumerate(cases):
-    for rank in (0, 1):
-        pids[n, rank] = os.fork()
-        if pids[n, rank] == 0:
-            rank_main(n, case, rank)
-codes = {key: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for key, pid in pids.items()}
-print([codes[len(cases) - 1, rank] for rank in (0, 1)])
+began = time.time()
+try:
+    eval(case)
+except RuntimeError as error:
+    print(round(time.time() - began, 1), error, flush=True)
+os._exit(0)
 """
+
+
+def late(rank):
+    """Rank 1 sleeps for nine seconds before one of its layers."""
+    forward, calls = model.Layer.forward, []
+
+    def sleepy(*args, **kw):
+        calls.append(1)
+        if rank == 1 and len(calls) == 6:
+            time.sleep(9)
+        return forward(*args, **kw)
+
+    model.Layer.forward = sleepy
 
 
 @pytest.fixture(scope="module")
 def hung(text, tmp_path_factory):
-    """{case: what (rank 0, rank 1) said}, and the exit codes of the run of train.py."""
+    """{case: its end}, after a timeout of three seconds; all at once."""
     out = tmp_path_factory.mktemp("hung")
     (out / "hang.py").write_text(HANG)
-    *cases, last = OPERATIONS
-    run = ["data.path=" + str(text), f"run.dir={out}/run", *test_train.SMALL, "parallel.dp=1",
-           "parallel.fsdp=2", "parallel.zero=3", "parallel.timeout=3"]
-    cases.append(" ".join([last, *run]))
-    done = subprocess.run([sys.executable, out / "hang.py", ROOT, out, "3", *cases],
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    said = {case: [(out / f"{n}-{rank}.txt").read_text() for rank in (0, 1)]
-            for n, case in enumerate(OPERATIONS)}
-    return said, json.loads(done.stdout)
+    runs = {case: Script(out / "hang.py", case, 3, ranks=2) for case in [*OPERATIONS][:-1]}
+    runs["train.train"] = test_train.start(
+        text, out / "run", "parallel.dp=1", "parallel.fsdp=2", "parallel.zero=3",
+        "parallel.timeout=3", ranks=2, before=late)
+    return {case: run.wait() for case, run in runs.items()}
 
 
 @pytest.mark.parametrize("case", [*OPERATIONS][:-1])
 def test_what_hangs_ends_with_its_name(hung, case):
     """After the mesh's timeout, not the world's."""
-    said = hung[0][case][0]
+    said = hung[case].said(0)[0]
     seconds, _, error = said.partition(" ")
     assert error.startswith(OPERATIONS[case]) and "Timed out" in error, said
     assert 2 < float(seconds) < 10, said
@@ -119,8 +92,9 @@ def test_what_hangs_ends_with_its_name(hung, case):
 
 def test_a_run_that_hangs_ends_with_the_name(hung):
     """Rank 0 shows what it waited for and where; rank 1, when it wakes, only says so."""
-    (zero, one), codes = hung[0]["train.train"], hung[1]
-    assert codes == [1, 1], (zero, one)
+    run = hung["train.train"]
+    zero, one = ("".join(run.said(rank)) for rank in (0, 1))
+    assert run.codes == [1, 1], (zero, one)
     assert zero.splitlines()[-1].startswith("RuntimeError: all_gather over shard: "), zero
     assert zero.count("Traceback") == 1 and "Traceback" not in one, (zero, one)
     assert "train.py: a rank it waited for is gone: " in one and " over " in one, one

@@ -4,13 +4,12 @@ import json
 import pathlib
 import shutil
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import parity
 import pytest
 import torch
+from pool import Script
 
 import checkpoint
 import data
@@ -384,8 +383,7 @@ def shell(*args):
     small = ["model.n_layer=2", "model.d_model=32", "model.n_head=4", "model.n_kv_head=2",
              "model.d_ff=48", "data.seq_len=32", "optim.warmup=2", "log.every=1",
              "train.eval_sequences=8", "train.eval_every=null", "speed.threads=1"]
-    return subprocess.run([sys.executable, str(ROOT / "train.py"), *small, *args], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
+    return Script("train.py", *small, *args).wait()
 
 
 def test_from_the_shell(tmp_path):

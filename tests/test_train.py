@@ -1,18 +1,20 @@
 """train.py from the shell: configs refused, runs resumed, interrupted, spread over ranks."""
 
+import functools
+import importlib
 import json
 import math
+import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import parity
 import pytest
 import torch
 import yaml
+from pool import Script
 
 import checkpoint
 import data
@@ -37,17 +39,12 @@ def text(tmp_path_factory):
     return folder
 
 
-def command(folder, run, *extra, ranks=None):
-    launch = [sys.executable]
-    if ranks:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    paths = [f"data.path={folder}", f"run.dir={run}"]
-    return [*launch, str(ROOT / "train.py"), *SMALL, *paths, *extra]
+def start(folder, run, *extra, **how):
+    return Script("train.py", *SMALL, f"data.path={folder}", f"run.dir={run}", *extra, **how)
 
 
-def shell(*args, **kw):
-    return subprocess.run(command(*args, **kw), cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+def shell(*args, **how):
+    return start(*args, **how).wait()
 
 
 def records(run):
@@ -307,6 +304,16 @@ def test_a_run_leaves_what_it_promises(finished):
     assert (run / "loss.svg").read_text() == train.as_svg(losses, held_out)
 
 
+def test_a_run_that_does_not_compile_imports_no_compiler(text, tmp_path):
+    """It takes as long as torch itself."""
+    (tmp_path / "probe.py").write_text(
+        "import sys, train\ntrain.main(sys.argv[1:])\n"
+        "print(*(name in sys.modules for name in ('torch._dynamo', 'torch._inductor')))")
+    done = Script(tmp_path / "probe.py", *SMALL, f"data.path={text}", f"run.dir={tmp_path}/run",
+                  "log.sample=null").wait()
+    assert done.returncode == 0 and done.stdout.endswith("\nFalse False\n"), done.stdout
+
+
 def test_a_finished_run_says_so(finished, text):
     run, _ = finished
     again = shell(text, run)
@@ -316,8 +323,7 @@ def test_a_finished_run_says_so(finished, text):
 def test_sampling_from_the_shell(finished):
     run, _ = finished
     for args in (["--temperature", "0"], ["--top-k", "5", "--top-p", "0.9"]):
-        line = [sys.executable, "model.py", "sample", str(run), "def ", "--tokens", "8", *args]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = Script("model.py", "sample", run, "def ", "--tokens", "8", *args).wait()
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("def ")
 
@@ -338,14 +344,11 @@ def test_resuming_is_bit_exact(text, tmp_path, extra):
     assert whole.returncode == 0, whole.stderr
     # the schedule must know the whole length, so the stop is a signal
     run = tmp_path / "stopped"
-    process = subprocess.Popen(command(text, run, *extra, "checkpoint.every=1"), cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step 3"):
-            process.send_signal(signal.SIGINT)
-            break
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    process = start(text, run, *extra, "checkpoint.every=1")
+    while "\nstep 3/" not in process.said()[0] and process.processes[0].is_alive():
+        time.sleep(0.001)
+    os.kill(process.processes[0].pid, signal.SIGINT)
+    assert process.wait().returncode == 0, process.stderr
     again = shell(text, run, *extra)
     assert again.returncode == 0 and ("resumed" in again.stdout or "already" in again.stdout)
     a, b = records(tmp_path / "whole"), records(run)
@@ -366,7 +369,7 @@ def same_tensors(run_a, run_b):
     (["parallel.dp=1", "parallel.cp=2"], "the most loaded of 2 cp ranks had 1.000 of the mean"),
     (["parallel.dp=1", "parallel.pp=2"], "stages  2 x 1, 1f1b: layers 1 + 1")])
 def test_ranks_give_the_single_process_run(split, words, text, finished, tmp_path):
-    """torchrun on 2 ranks, then resumed on 1: the losses of one process to float32 rounding. With
+    """2 ranks, then resumed on 1: the losses of one process to float32 rounding. With
     pp the checkpoints go through fsspec."""
     root = tmp_path / "elsewhere"
     where = f"checkpoint.dir={'file://' if 'parallel.pp=2' in split else ''}{root}"
@@ -409,14 +412,13 @@ def test_tp_over_several_nodes_is_said(text, monkeypatch, capsys):
 
 
 def test_a_mistake_that_all_ranks_find_is_told_once(text, tmp_path):
-    began = time.time()
     done = shell(text, tmp_path / "bad", "train.global_batch=5", ranks=2)
-    assert done.returncode != 0 and done.stderr.count("train.py: error: train.global_batch") == 1
-    assert time.time() - began < 60 and not (tmp_path / "bad").exists()
+    assert done.codes == [2, 2] and done.stderr.count("train.py: error: train.global_batch") == 1
+    assert not (tmp_path / "bad").exists()
 
 
-# ---- One of two ranks fails. The ranks are forks of one process, and there is no launcher that
-# would end the other one: it has to notice by itself.
+# ---- One of two ranks fails. There is no launcher that would end the other one: it has to notice
+# by itself.
 
 GONE = "train.py: a rank it waited for is gone"
 FAULTS = {  # case: (what fails on rank 1, with what; what rank 1 says, what rank 0 says)
@@ -432,61 +434,33 @@ FAULTS = {  # case: (what fails on rank 1, with what; what rank 1 says, what ran
     "unreadable": ("checkpoint.stored", "PermissionError(13, 'only here')",
                    "rank 1: [Errno 13] only here", "rank 1: [Errno 13] only here"),
 }
-LAUNCHER = """
-import functools, json, os, runpy, signal, socket, sys, time
-root, out, faults, *argv = sys.argv[1:]
-sys.path.insert(0, root)
-import sympy, train  # once: torch imports the former in its first step
 
-def rank_main(case, place, error, rank, port):
-    signal.alarm(30)  # the end of a rank that waits for ever
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    file = os.open(f"{out}/{case}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    def fail(*args, **kw):
+
+def fail(place, error, rank):
+    """On rank 1 what is at place raises this error."""
+    def failing(*args, **kw):
         raise eval(error)
+
     if rank == 1:
         module, *path, name = place.split(".")
-        setattr(functools.reduce(getattr, path, sys.modules[module]), name, fail)
-    sys.argv = ["train.py", *argv, f"run.dir={out}/{case}"]
-    runpy.run_path(f"{root}/train.py", run_name="__main__")
-
-codes = {}
-for case, (place, error) in json.loads(faults).items():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids = []
-    for rank in (0, 1):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            rank_main(case, place, error, rank, port)
-    ends = {}
-    while len(ends) < 2:
-        pid, status = os.wait()
-        ends[pid] = os.waitstatus_to_exitcode(status), time.time()
-    first, last = sorted(at for _, at in ends.values())
-    codes[case] = [ends[pid][0] for pid in pids] + [last - first]
-print(json.dumps(codes))
-"""
+        setattr(functools.reduce(getattr, path, importlib.import_module(module)), name, failing)
 
 
 @pytest.fixture(scope="module")
 def one_fails(text, finished, tmp_path_factory):
-    """Every case on 2 ranks at ZeRO 3: the folder of the runs and what the ranks said, and
-    {case: the exit codes of both ranks, the seconds between their ends}."""
-    out = tmp_path_factory.mktemp("faults")
-    for case in ("load", "unreadable"):
-        shutil.copytree(finished[0], out / case)
-    (out / "launcher.py").write_text(LAUNCHER)
-    faults = json.dumps({case: row[:2] for case, row in FAULTS.items()})
-    line = [sys.executable, out / "launcher.py", ROOT, out, faults, *SMALL, f"data.path={text}",
-            "parallel.dp=1", "parallel.fsdp=2", "parallel.zero=3", "checkpoint.every=1"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return out, json.loads(done.stdout)
+    """one_fails(case): the folder of a run on 2 ranks at ZeRO 3, and the run."""
+    out, known = tmp_path_factory.mktemp("faults"), {}
+
+    def run(case):
+        if case not in known:
+            if case in ("load", "unreadable"):
+                shutil.copytree(finished[0], out / case)
+            known[case] = shell(text, out / case, "parallel.dp=1", "parallel.fsdp=2",
+                                "parallel.zero=3", "checkpoint.every=1", ranks=2,
+                                before=functools.partial(fail, *FAULTS[case][:2]))
+        return out / case, known[case]
+
+    return run
 
 
 @pytest.mark.parametrize("case", FAULTS)
@@ -494,10 +468,9 @@ def test_a_rank_that_fails_ends_all_and_says_why(one_fails, case):
     """Both ranks end with an error, within 10 s of each other; the one that failed shows a
     traceback, or one line where the mistake is the user's; the other one does not pretend to know
     better."""
-    out, codes = one_fails
-    zero, one = ((out / f"{case}-{rank}.txt").read_text() for rank in (0, 1))
-    *codes_of_ranks, apart = codes[case]
-    assert set(codes_of_ranks) <= {1, 2} and apart < 10, (codes, zero, one)
+    _, done = one_fails(case)
+    zero, one = ("".join(done.said(rank)) for rank in (0, 1))
+    assert set(done.codes) <= {1, 2} and done.apart < 10, (done.codes, zero, one)
     _, _, said, other = FAULTS[case]
     assert said in one, one
     assert ("Traceback" in one) == (case not in ("config", "unreadable"))
@@ -509,13 +482,14 @@ def test_a_rank_that_fails_ends_all_and_says_why(one_fails, case):
 def test_a_checkpoint_closed_to_one_rank_is_the_same_error_on_all(one_fails):
     """Neither writing nor reading: no rank goes on, nothing counts as complete that is not, and
     nothing that was complete is lost."""
-    out, _ = one_fails
     for case, complete in (("save", []), ("unreadable", [6])):
-        last = {(out / f"{case}-{r}.txt").read_text().splitlines()[-1] for r in (0, 1)}
+        folder, done = one_fails(case)
+        last = {done.said(rank)[1].splitlines()[-1] for rank in (0, 1)}
         assert len(last) == 1 and "rank 1: [Errno 13] only here" in last.pop()
-        root = out / case / "checkpoints"
+        root = folder / "checkpoints"
         assert [step for step, _ in checkpoint.checkpoints(root)] == complete
-    assert not [path for path in (out / "save" / "checkpoints").rglob("*") if path.is_file()]
+    root = one_fails("save")[0] / "checkpoints"
+    assert not [path for path in root.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("what, words", [
