@@ -15,7 +15,7 @@ import yaml
 triton = pytest.importorskip("triton")
 
 HERE = pathlib.Path(__file__).parent
-CASES = ["triton_cases.py", "triton_ops_cases.py"]
+CASES = ["triton_cases.py", "triton_ops_cases.py", "triton_model_cases.py"]
 PRODUCT = {80: r"mma\.sync\S*bf16", 90: r"wgmma\.mma_async\S*bf16", 100: r"tcgen05\.mma",
            "hip": r"v_mfma_f32_\S*bf16"}  # fmt: skip
 
