@@ -787,6 +787,9 @@ def from_config(config):
     keys, ours, theirs = KINDS[kind]
     check_fixed("config.json: ", kind, config, theirs)
     given = {our: config[their] for our, their in keys.items() if config.get(their) is not None}
+    for our, value in given.items():
+        require(our in ("norm_eps", "tied") or type(value) is int and value > 0,
+                f"config.json: {keys[our]} = {value!r}: must be an integer above 0")
     width, heads = given.get("d_model", 0), given.get("n_head", 1)
     m = {"d_ff": 4 * width, "d_head": width // heads, "n_kv_head": heads, "tied": kind == "gpt2"}
     m |= given  # over their defaults
@@ -890,14 +893,25 @@ def copy_tokenizer(name, out):
     return f"tokenizer: {source}"
 
 
+def read_object(file):
+    """The object of a JSON file, or a ValueError with its name."""
+    try:
+        read = json.loads(file.read_bytes())
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
+    require(isinstance(read, dict), f"{file}: must be an object of JSON")
+    return read
+
+
 def import_folder(folder, out, tokenizer=None):
     """Make a checkpoint, of parameters only, of a Hugging Face folder; dtypes as they are there."""
     require(not isinstance(folder, Url), f"{folder}: must be a folder on a disk")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_object(folder / "config.json")
     kind, model = from_config(config)
     rows, held, files = table(kind, model), {}, ["model.safetensors"]
     if not (folder / files[0]).exists():
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = read_object(folder / "model.safetensors.index.json")
+        require(index.get("weight_map"), f"{folder}: its index has no weight_map")
         files = sorted(set(index["weight_map"].values()))
     for file in files:
         for name, t in read_safetensors(folder / file).items():

@@ -91,9 +91,9 @@ def coerce(key, value, default):
             with contextlib.suppress(ValueError, OverflowError):
                 if kind(float(value)) == float(value):
                     return kind(float(value))
-    shown = "null" if value is None else repr(value)
+    shown, such = ("null" if v is None else repr(v) for v in (value, default))
     names = " or ".join("null" if kind is NULL else kind.__name__ for kind in kinds)
-    raise ValueError(f"{key} = {shown}: must be of type {names} (default: {default!r})")
+    raise ValueError(f"{key} = {shown}: must be of type {names}, such as {such}")
 
 
 def flat(config):

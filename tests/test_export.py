@@ -420,6 +420,21 @@ def test_the_names_of_the_published_gpt2_are_read(tmp_path):
 
 
 @pytest.mark.quick
+def test_a_folder_that_is_none_of_theirs_is_refused(tmp_path):
+    config, index = (tmp_path / "hf" / name for name in (
+        "config.json", "model.safetensors.index.json"))
+    for file, text, message in ((config, "[]", "config.json: must be an object"),
+                                (config, "{", "config.json: Expecting"),
+                                (index, "[]", "index.json: must be an object"),
+                                (index, "{}", "hf: its index has no weight_map")):
+        folder = their_model(tmp_path / "hf", "llama", limit="20KB")
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            checkpoint.import_folder(folder, tmp_path / "ours")
+        shutil.rmtree(folder)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("kind, change, message", [
     ("llama", {"model_type": "mistral"}, "model_type = 'mistral': known are gpt2, llama, qwen3"),
     ("llama", {"model_type": ...}, "model_type = None"),
@@ -446,6 +461,8 @@ def test_the_names_of_the_published_gpt2_are_read(tmp_path):
     ("llama", {"vocab_size": 262}, r"embed_tokens.weight is \[261, 24\] instead of \[262, 24\]"),
     ("llama", {"head_dim": 8}, r"q_proj.weight is \[40, 24\] instead of \[32, 24\]"),
     ("gpt2", {"n_inner": None}, r"c_fc.weight is \[24, 40\] instead of \[24, 96\]"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer above 0"),
+    ("gpt2", {"n_embd": "24"}, "n_embd = '24': must be an integer above 0"),
     ("llama", {"num_hidden_layers": 3}, "9 tensors do not fit: .*layers.2.* is missing"),
     ("llama", {"num_hidden_layers": 1}, "9 tensors do not fit: .*layers.1.* is unknown"),
     ("qwen3", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
