@@ -18,7 +18,7 @@ position, the split of the vocabulary) is broken by hand: FAULTS.
 A mutant is noticed if the result is not that of one process, in the order in which `notice` looks.
 The table of all of them is tests/MUTANTS.md:
 
-    python tests/mutants.py                    writes it (a quarter of an hour on two cores)
+    python tests/mutants.py                    writes it (in minutes)
     python tests/mutants.py "cp 2, tp 2, ring" ...    makes these sections anew
 """
 
@@ -863,7 +863,7 @@ def try_all(world, mutants, folder):
 
 # ---- The table
 
-HEAD = """Made by `python tests/mutants.py`, which takes {minutes}; do not edit.
+HEAD = """Made by `python tests/mutants.py`, which takes minutes; do not edit.
 
 # What notices when something is broken
 
@@ -887,10 +887,9 @@ def cell(note):
 def table(found):
     """MUTANTS.md: a section for each layout, a row for each place, a cell for each mutant."""
     notes = list(found.values())
-    lines = [HEAD.format(minutes="a quarter of an hour on two cores", total=len(notes),
-                         layouts=len({m.layout for m in found}), noticed=sum(map(bool, notes)),
-                         first=sum(note.startswith("step 1") for note in notes),
-                         lost=notes.count(""))]
+    lines = [HEAD.format(total=len(notes), layouts=len({m.layout for m in found}),
+                         noticed=sum(map(bool, notes)), lost=notes.count(""),
+                         first=sum(note.startswith("step 1") for note in notes))]
     for (op, where, how), proof in EQUIVALENT.items():
         lines.append(f"- {op} in {where}, {how}: {proof}\n")
     for name in sorted({m.layout for m in found}):
