@@ -1,3 +1,6 @@
+import os
+from unittest import mock
+
 import pytest
 import torch
 from pool import Pool
@@ -18,6 +21,13 @@ def world():
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def place_for_what_is_left(tmp_path_factory):
+    """By processes that tests start: torchrun leaves a folder for logs. pytest removes its own."""
+    with mock.patch.dict(os.environ, TMPDIR=str(tmp_path_factory.mktemp("left"))):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

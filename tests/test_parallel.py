@@ -192,9 +192,9 @@ def test_initial_weights_have_the_stated_moments():
 
 
 @pytest.mark.quick
-def test_initial_weights_by_kind():
+def test_initial_weights_by_kind(tokens):
     run = parity.prepare({"model.n_layer": 4, "model.d_model": 64, "model.d_ff": 256,
-                          "model.bias": True, "model.init_std": 0.02}, synth())
+                          "model.bias": True, "model.init_std": 0.02}, str(tokens))
     for p in run.blocks.params:
         values = run.blocks.view(run.blocks.master, p)[: p.full_shape[0]]
         if p.name.endswith("norm.weight"):
@@ -207,24 +207,13 @@ def test_initial_weights_by_kind():
             assert values.std() == pytest.approx(std, rel=0.1), p.name
 
 
-def synth():
-    import tempfile
-
-    import data
-
-    folder = tempfile.mkdtemp()
-    data.synth(folder, tokens=2000, vocab=51, docs=20, seed=1)
-    data.synth(folder, tokens=300, vocab=51, docs=4, seed=2, split="val")
-    return folder
-
-
 def first_weights(case, folder):
     run = parity.prepare(case, folder)
     return parity.logical(run.blocks, run.blocks.master)
 
 
-def test_initial_weights_do_not_depend_on_the_layout(world):
-    folder = synth()
+def test_initial_weights_do_not_depend_on_the_layout(world, tokens):
+    folder = str(tokens)
     heads = {"model.n_head": 6, "model.n_kv_head": 3, "model.d_head": 4}
     for dtype in ("float32", "float64"):
         alone = first_weights(heads | {"speed.dtype": dtype}, folder)
@@ -324,17 +313,17 @@ def spoil(case, folder, name):
 @pytest.mark.parametrize("zero, fsdp, axis, name", [
     (0, 1, "dp", "layers.1.mlp.up.weight"), (3, 2, "dp", "layers.1.mlp.up.weight"),
     (0, 1, "tp", "layers.1.attn_norm.weight"), (2, 2, "tp", "head.norm.weight")])
-def test_a_replica_that_differs_is_named(zero, fsdp, axis, name, world):
+def test_a_replica_that_differs_is_named(zero, fsdp, axis, name, world, tokens):
     case = {"parallel.dp": 1, f"parallel.{axis}": 2, "parallel.fsdp": fsdp, "parallel.zero": zero}
-    said = world(2 * fsdp).run(spoil, case, synth(), name)
+    said = world(2 * fsdp).run(spoil, case, str(tokens), name)
     assert all(note is None or name in note for note in said)
     assert any(said)  # on the ranks whose shard holds it
 
 
 @pytest.mark.quick
-def test_weight_decay_is_on_matrices_only():
+def test_weight_decay_is_on_matrices_only(tokens):
     """With zero gradients matrices shrink by (1 - lr decay) a step, nothing else moves."""
-    run = parity.prepare({"model.bias": True, "model.norm": "layernorm"}, synth())
+    run = parity.prepare({"model.bias": True, "model.norm": "layernorm"}, str(tokens))
     before = parity.logical(run.blocks, run.blocks.master)
     run.blocks.begin()
     for _ in range(10):
@@ -344,9 +333,9 @@ def test_weight_decay_is_on_matrices_only():
         torch.testing.assert_close(now, before[name] * factor, rtol=1e-12, atol=0)
 
 
-def test_a_thousand_small_gradients_add_up():
+def test_a_thousand_small_gradients_add_up(tokens):
     """In bfloat16 a sum of ones stalls at 256; the accumulator is float32."""
-    run = parity.prepare({"speed.dtype": "bfloat16"}, synth())
+    run = parity.prepare({"speed.dtype": "bfloat16"}, str(tokens))
     run.blocks.begin()
     ones = [torch.ones_like(t) for t in run.blocks.tensors[1]]
     for _ in range(1000):
@@ -429,12 +418,12 @@ def watch(case, folder):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype, c", [("float32", 4), ("bfloat16", 2)])
-def test_live_bytes_are_the_table_s(zero, dtype, c, world):
+def test_live_bytes_are_the_table_s(zero, dtype, c, world, tokens):
     """At rest: weights, gradients and moments by the table of Blocks, plus the buffers that equal
     layers take turns on. While a block runs: nothing more than that block and the next ones."""
     case = {"parallel.dp": 1, "parallel.fsdp": 2, "parallel.zero": zero, "speed.dtype": dtype,
             "model.n_layer": 8, "model.d_model": 32, "model.tied": False, "train.microbatch": 12}
-    seen, sizes, span = world(2).run(watch, case, synth())[0]
+    seen, sizes, span = world(2).run(watch, case, str(tokens))[0]
     P, S, layer = sum(sizes), sum(span), sizes[1]
     weights = c * P if zero < 3 else c * S + c * 3 * layer  # 3 = 1 + prefetch + 1
     grads = 4 * P if zero < 2 else 4 * S + 4 * 2 * layer
@@ -497,13 +486,13 @@ def norm_of_ones(case, folder):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"fsdp": 2, "tp": 2},
                                     {"pp": 2, "tp": 2}, {"pp": 2, "fsdp": 2}, {"dp": 2, "cp": 2}],
                          ids=str)
-def test_the_norm_of_ones_is_the_root_of_their_number(layout, world):
+def test_the_norm_of_ones_is_the_root_of_their_number(layout, world, tokens):
     """Norms, biases, few key heads and a tied weight are on several ranks and count once, padding
     not at all."""
     axes = {f"parallel.{axis}": n for axis, n in ({"dp": 1} | layout).items()}
     for extra in ({"model.qk_norm": True, "parallel.zero": 0}, {"parallel.zero": 3}):
         case = axes | extra | {"model.n_kv_head": 1, "model.bias": True, "model.norm": "layernorm"}
-        for norm, n in world(math.prod(layout.values())).run(norm_of_ones, case, synth()):
+        for norm, n in world(math.prod(layout.values())).run(norm_of_ones, case, str(tokens)):
             assert norm == pytest.approx(math.sqrt(n), rel=1e-12)
 
 
@@ -536,11 +525,11 @@ def refresh_again(case, folder):
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_weights_that_are_gathered_again_arrive_last(zero, world):
+def test_weights_that_are_gathered_again_arrive_last(zero, world, tokens):
     """Two gathers into one buffer may end in any order: the second waits for the first, and so does
     a checkpoint that is loaded."""
     case = {"parallel.dp": 1, "parallel.fsdp": 2, "parallel.zero": zero}
-    for most, late in world(2).run(refresh_again, case, synth()):
+    for most, late in world(2).run(refresh_again, case, str(tokens)):
         assert len(most) > 4 and set(most) == {1} and late == 0
 
 
@@ -554,9 +543,9 @@ def one_after_the_other(cases, folder):
     return outs
 
 
-def test_two_models_on_two_meshes_do_not_meet(world):
+def test_two_models_on_two_meshes_do_not_meet(world, tokens):
     """In the same processes, on other axes: each has the numbers that it has alone."""
-    folder = synth()
+    folder = str(tokens)
     cases = [{"parallel.dp": 2, "parallel.tp": 2}, {"parallel.dp": 1, "parallel.fsdp": 2,
              "parallel.cp": 2, "parallel.zero": 3, "model.n_layer": 3}]
     alone = [{key: n for key, n in case.items() if key[:5] == "model"} for case in cases]
@@ -598,10 +587,10 @@ def poisoned(case, folder):
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)
-def test_nothing_reads_memory_before_it_is_written(layout, world):
+def test_nothing_reads_memory_before_it_is_written(layout, world, tokens):
     """Weights, tables, buffers of gathers, padding: with NaN in all new memory the numbers are
     those of one process without. Rotary tables stay in float32 where weights are bfloat16."""
-    folder, axes = synth(), {f"parallel.{axis}": n for axis, n in ({"dp": 1} | layout).items()}
+    folder, axes = str(tokens), {f"parallel.{axis}": n for axis, n in ({"dp": 1} | layout).items()}
     case = {"model.n_layer": 2, "parallel.zero": 3, "model.qk_norm": True, "speed.dtype": "float64"}
     want = parity.run_case(case | {"parallel.zero": 0}, folder, 2)
     for got, tables in world(4).run(poisoned, case | axes, folder):
