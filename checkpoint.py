@@ -911,7 +911,7 @@ def import_folder(folder, out, tokenizer=None):
     rows, held, files = table(kind, model), {}, ["model.safetensors"]
     if not (folder / files[0]).exists():
         index = read_object(folder / "model.safetensors.index.json")
-        require(index.get("weight_map"), f"{folder}: its index has no weight_map")
+        require(isinstance(index.get("weight_map"), dict), f"{folder}: its index has no weight_map")
         files = sorted(set(index["weight_map"].values()))
     for file in files:
         for name, t in read_safetensors(folder / file).items():

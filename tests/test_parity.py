@@ -75,6 +75,12 @@ def layouts_of(**sizes):
             and all(layout.get(axis, 1) in some for axis, some in sizes.items())]
 
 
+def of_kind(*axes, has=None):
+    """Those of up to 4 ranks of these axes, all with the axis `has`."""
+    return [layout for layout in LAYOUTS if math.prod(layout.values()) <= 4
+            and set(layout) <= {*axes, has} and has in (None, *layout)]
+
+
 ZEROS, MASKS, MODES = [0, 1, 2, 3], [False, True], ["ring", "ulysses"]
 for axes in (  # whole products, the other options in turn
         {"layout": layouts_of(dp=[1, 2, 4], fsdp=[1, 2, 3, 4]), "parallel.zero": ZEROS,
@@ -85,14 +91,21 @@ for axes in (  # whole products, the other options in turn
          "model.window": [None, [5, None]]},
         {"layout": layouts_of(pp=[2, 4]), "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
          "rounds": [1, 3], "parallel.zero": ZEROS},
-        {"layout": [{"dp": 2, "fsdp": 2}], "parallel.zero": ZEROS, "rounds": OPTIONS["rounds"],
-         "speed.recompute": OPTIONS["speed.recompute"]},
         {"layout": [{"fsdp": 2, "tp": 2}], "parallel.zero": ZEROS, "model": list(MODELS),
          "speed.keep_gathered": [False, True]},
         {"layout": [{"fsdp": 2, "cp": 2}], "parallel.zero": ZEROS, "parallel.cp_mode": MODES,
          "data.mask_documents": MASKS, "model.window": [None, [5, None]]},
         {"layout": [{"pp": 2, "fsdp": 2}], "pipe": OPTIONS["pipe"], "model": ["llama", "qwen3"],
-         "parallel.zero": ZEROS, "speed.recompute": OPTIONS["speed.recompute"]}):
+         "parallel.zero": ZEROS, "speed.recompute": OPTIONS["speed.recompute"]},
+        # and with more options on every kind of layout of up to 4 ranks
+        {"layout": of_kind("dp", "fsdp"), "parallel.zero": ZEROS, "rounds": OPTIONS["rounds"],
+         "speed.recompute": OPTIONS["speed.recompute"]},
+        {"layout": of_kind("dp", "fsdp", has="tp"), "parallel.zero": ZEROS, "model": list(MODELS)},
+        {"layout": of_kind("pp", "dp", "fsdp", "tp", has="cp"), "parallel.zero": ZEROS,
+         "parallel.cp_mode": MODES, "data.mask_documents": MASKS,
+         "model.window": [None, [5, None]]},
+        {"layout": of_kind("dp", "fsdp", "cp", "tp", has="pp"), "pipe": OPTIONS["pipe"],
+         "model": ["llama", "qwen3"], "rounds": [1, 3], "parallel.zero": ZEROS}):
     ALL += [COVER[n % len(COVER)] | dict(zip(axes, values))
             for n, values in enumerate(itertools.product(*axes.values()))]
 
